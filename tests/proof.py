@@ -93,6 +93,7 @@ PARTS = (
     cases("cached-attributes", 1.3, "tests/slurm/test_cached_attributes.py"),
     cases("upgrade", 0.15, "tests/slurm/test_upgrade.py"),
     cases("full-disk", 0.7, "tests/slurm/test_full_disk.py"),
+    cases("lost-folder", 3.0, "tests/slurm/test_lost_folder.py"),
     Part(
         "gpu-dry-run", 3.0, ("benchmarks/on_gpu.py", *GPU, "--stages", "env,quickstart,syncs,timing,oom,errors,loader")
     ),

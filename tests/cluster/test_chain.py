@@ -20,6 +20,7 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import RankStart
 from tula_cli.cluster.relaunch import next_task
+from tula_cli.cluster.scheduling.chains import chain_state
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.sbatch import parameters
@@ -53,6 +54,7 @@ class Cluster:
         self.cancelled: list[str] = []
         self.held: list[str] = []
         self.excluded: list[tuple[list[str], str]] = []
+        self.prompt: list[tuple[str, str]] = []  # jobs whose delay was ended, and the job before each
         self.complaint = ""
 
     def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
@@ -64,6 +66,10 @@ class Cluster:
 
     def cancel(self, ids: Sequence[str]) -> None:
         self.cancelled += ids
+
+    def end_delay(self, id_: str, after: str) -> str:
+        self.prompt.append((id_, after))
+        return self.complaint
 
     def hold(self, ids: Sequence[str]) -> str:
         self.held += ids
@@ -85,7 +91,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
     monkeypatch.setattr(scheduler, "ended_how", found.ended_how)
     monkeypatch.setattr(scheduler, "cancel", found.cancel)
-    for order in ("exclude", "hold", "release", "ask"):
+    for order in ("end_delay", "exclude", "hold", "release", "ask"):
         monkeypatch.setattr(scheduler, order, getattr(found, order))
     monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
@@ -275,6 +281,36 @@ def test_a_stage_that_ends_leaves_its_nodes_and_the_first_link_with_more_goes_on
     assert chain.outcomes() == ["stage_end", "done"] and not chain.run.cancelled("train-s")
     summary = chain.run.training("s").summary()
     assert summary is not None and (summary.nodes, summary.causes) == (2, ("batch 64 has 2 nodes",))
+
+
+def test_a_job_that_has_started_tula_ends_the_delay_of_the_next_one(chain: Chain, cluster: Cluster) -> None:
+    chain.grows()
+    chain.will_leave()
+    chain.start("11")
+    assert cluster.prompt == [("12", "11"), ("14", "11")], "the next stage's first job takes the place of the next one"
+
+
+def test_a_job_without_a_later_one_has_no_delay_to_end(chain: Chain, cluster: Cluster) -> None:
+    chain.start("15")
+    assert cluster.prompt == []
+
+
+@pytest.mark.parametrize(
+    ("finishes", "why"), [(True, "the training is finished"), (False, "they would end in the same way")]
+)
+def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tula(
+    chain: Chain, finishes: bool, why: str
+) -> None:
+    chain.script = "raise ValueError('classes do not match')"
+    if finishes:
+        chain.will_finish()
+    chain.start("12")
+    job, released = chain.run.job("train-s"), chain.run.read().released("train-s")
+    assert job is not None and released == dict.fromkeys(LINKS[2:], why)
+    cancelled = SchedulerState("ended", "CANCELLED by 0: it was cancelled by scancel or by an administrator")
+    known = {**dict.fromkeys(LINKS, cancelled), "12": SchedulerState("ended", "FAILED: its script ended with an error")}
+    state = chain_state(job, known, forgotten="", released=released)
+    assert state.reason.startswith("FAILED") and state.released == f"tula cancelled 13 to 15 of its chain: {why}"
 
 
 def test_what_scancel_has_ended_in_a_stage_stays_ended(chain: Chain, cluster: Cluster) -> None:

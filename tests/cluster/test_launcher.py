@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -148,8 +149,8 @@ def test_a_training_is_a_chain_in_which_each_link_waits_for_the_end_of_the_one_b
     one, two, _ = job.links
     assert [link["dependency"] for link in queued] == [
         "singleton",
-        f"afterany:{one},singleton",
-        f"afterany:{two},singleton",
+        f"afterany:{one},singleton,after:{one}+10",
+        f"afterany:{two},singleton,after:{two}+20",
     ]
 
 
@@ -166,13 +167,16 @@ def test_links_differ_in_their_dependency_only(slurm, run):
     first, second, _ = submitted(run, training(run, hours=0.1)).links
     one, two = slurm.script(first).splitlines(), slurm.script(second).splitlines()
     assert [line for line in one if line not in two] == ["#SBATCH --dependency=singleton"]
-    assert [line for line in two if line not in one] == [f"#SBATCH --dependency=afterany:{first},singleton"]
+    assert [line for line in two if line not in one] == [
+        f"#SBATCH --dependency=afterany:{first},singleton,after:{first}+10"
+    ]
 
 
 def test_fifty_links_wait_for_one_job_each(slurm, run):
     job = submitted(run, training(run, hours=1000.0))
-    named = [link["dependency"].count(":") for link in slurm.jobs()]
-    assert len(job.links) == chains.MOST_LINKS and max(named) == 1
+    named = [set(re.findall(r":(\d+)", link["dependency"])) for link in slurm.jobs()]
+    assert len(job.links) == chains.MOST_LINKS and max(map(len, named)) == 1
+    assert slurm.jobs()[-1]["dependency"].endswith("+30"), "the delay grows to half an hour"
 
 
 def test_links_of_an_older_tula_with_names_of_their_own_are_found_and_waited_for(slurm, run):
@@ -182,7 +186,7 @@ def test_links_of_an_older_tula_with_names_of_their_own_are_found_and_waited_for
         slurm.set(id_, "PENDING", name=f"tula-{run.id}-train-{SIGNATURE}{'' if number == 1 else f'.{number}'}")
     job = submitted(run, training(run, hours=0.1))
     assert job.links[:2] == cut.links[:2] and len(job.links) == 3
-    assert slurm.jobs()[3]["dependency"] == f"afterany:{cut.links[0]}:{cut.links[1]},singleton"
+    assert slurm.jobs()[3]["dependency"] == f"afterany:{cut.links[0]}:{cut.links[1]},singleton,after:{cut.links[1]}+20"
 
 
 @pytest.mark.parametrize(
@@ -267,7 +271,7 @@ def test_a_job_accepted_although_sbatch_failed_is_taken_as_submitted(slurm, run,
     assert job.links == ("1000", "1001", "1002")
     assert len(slurm.jobs()) == 3
     assert (run.submitit_dir / "1000_submitted.pkl").is_file()
-    assert slurm.jobs()[1]["dependency"] == "afterany:1000,singleton"
+    assert slurm.jobs()[1]["dependency"] == "afterany:1000,singleton,after:1000+10"
 
 
 def test_an_sbatch_that_hangs_is_given_up_and_its_job_found(slurm, run, monkeypatch):
@@ -306,7 +310,7 @@ def test_a_chain_whose_submission_was_cut_off_is_taken_up_and_completed(slurm, r
     job = submitted(run, training(run))
     assert job.links[:2] == cut.links
     assert len(job.links) == len(slurm.jobs()) == 3
-    assert slurm.jobs()[2]["dependency"] == "afterany:1001,singleton"
+    assert slurm.jobs()[2]["dependency"] == "afterany:1001,singleton,after:1001+20"
     assert (run.submitit_dir / "1001_submitted.pkl").is_file()
     assert job.submissions == 1
 
@@ -561,7 +565,7 @@ def test_a_training_starts_after_its_rehearsal_has_ended(slurm, run):
     run.write_job(Job(id="rehearse-k-1", scheduler="slurm", scheduler_id="77", nodes=1, submitted_at=0.0))
     job = submitted(run, training(run, hours=0.1).model_copy(update={"after": "rehearse-k-1"}))
     waits = [queued["dependency"] for queued in slurm.jobs()]
-    assert waits[:2] == ["afterany:77,singleton", f"afterany:77:{job.links[0]},singleton"]
+    assert waits[:2] == ["afterany:77,singleton", f"afterany:77:{job.links[0]},singleton,after:{job.links[0]}+10"]
 
 
 # --- through the services
@@ -691,13 +695,25 @@ def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
     assert cluster_launcher.launcher_for(run.spec(), submits=False).states(run.read(), [job])
 
 
-def test_variables_do_not_override_what_the_script_says(slurm, run, monkeypatch):
-    monkeypatch.setenv("SBATCH_PARTITION", "other")
-    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
-    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+CONTRADICTING = ["ARRAY_INX", "CLUSTERS", "CORE_SPEC", "CPUS_PER_GPU", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES", "INPUT", "JOB_NAME", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "PARTITION", "REQUEUE", "SIGNAL", "THREAD_SPEC", "TIMELIMIT", "TRES_PER_TASK", "WAIT"]  # fmt: skip
+OF_THE_SITE = ["ACCOUNT", "ACCTG_FREQ", "CONSTRAINT", "DELAY_BOOT", "EXPORT", "GPU_FREQ", "GRES_FLAGS", "HINT", "NETWORK", "QOS", "RESERVATION", "WAIT4SWITCH", "WAIT_ALL_NODES", "WCKEY"]  # fmt: skip
+
+
+def test_variables_do_not_override_or_contradict_what_the_script_says(slurm, run, monkeypatch):
+    for name in (*CONTRADICTING, *OF_THE_SITE):
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
+    changed = make.spec(cluster={"kind": "slurm", "slurm": {"partition": "gpu", "memory": "4G", "cpus_per_task": 2}})
+    script = run.write_script("x", SlurmLauncher().script(run, probes(run).model_copy(update={"spec": changed})))
+    kept = {name for name in slurm_scheduler.environment_of(script) if name.startswith("SBATCH_")}
+    assert kept == {f"SBATCH_{name}" for name in OF_THE_SITE}
+
+
+def test_what_a_job_says_nothing_of_stays_with_the_variables_of_the_site(slurm, run, monkeypatch):
+    for name in ("PARTITION", "MEM_PER_CPU", "CPUS_PER_GPU", "GPUS"):
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
     script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
-    kept = [name for name in slurm_scheduler.environment_of(script) if name.startswith("SBATCH_")]
-    assert kept == ["SBATCH_ACCOUNT"], "the spec names no account"
+    kept = {name for name in slurm_scheduler.environment_of(script) if name.startswith("SBATCH_")}
+    assert "SBATCH_GPUS" not in kept and "SBATCH_MEM_PER_CPU" in kept
 
 
 def test_a_scancel_that_fails_is_told_and_the_mark_stays(slurm, run):

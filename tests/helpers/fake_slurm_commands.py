@@ -195,8 +195,9 @@ def squeue(settings: dict, arguments: list) -> None:
             "%j": "name",
             "%o": "script",
             "%N": "node_list",
+            "%k": "comment",
         }
-        print(re.sub(r"%[A-Za-z]", lambda field, job=job, keys=keys: str(job[keys[field[0]]]), form))
+        print(re.sub(r"%[A-Za-z]", lambda field, job=job, keys=keys: str(job.get(keys[field[0]], "(null)")), form))
 
 
 def sacct(settings: dict, arguments: list) -> None:
@@ -248,7 +249,8 @@ def update(changes: dict) -> None:
         job = read(f"jobs/{id_}.json")
         if job["state"] != "PENDING":
             fail(f"Job is no longer pending execution for job {id_}")
-        write(f"jobs/{id_}.json", {**job, "exclude": changes["ExcNodeList"]})
+        names = {"ExcNodeList": "exclude", "Dependency": "dependency", "StartTime": "starts", "Comment": "comment"}
+        write(f"jobs/{id_}.json", {**job, **{names[key]: value for key, value in changes.items() if key in names}})
 
 
 def order(word: str, ids: list) -> None:

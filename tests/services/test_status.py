@@ -11,6 +11,7 @@ import make_runs as make
 import pytest
 from rich.console import Console
 
+from tula_cli.errors import SchedulerError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
@@ -437,6 +438,22 @@ def test_waits_until_the_results_are_complete(run):
     assert [status_.jobs[0].done for status_ in seen] == sorted(status_.jobs[0].done for status_ in seen)
     assert seen[-1].jobs[0].state == "done"
     assert clock.now - START - 1000 < 12
+
+
+def test_waiting_for_jobs_that_never_start_ends_with_their_reasons(run):
+    jobs = [make.add_probes(run, nodes, (32,)) for nodes in (1, 2)]
+    reason, clock = "QOSMaxGRESPerJob: will not start, the QOS does not allow so many GPUs", Clock()
+    launcher = make.FakeLauncher(dict.fromkeys(jobs, "pending"), reason, flags={"hopeless": True})
+    with pytest.raises(SchedulerError, match=r"waiting for .*QOSMaxGRESPerJob: will not start"):
+        watched(run, launcher, jobs, clock)
+    assert clock.now < START + 1000 + 60, "at the second poll"
+
+
+def test_waiting_goes_on_while_one_job_may_still_end(run):
+    never, other = (make.add_probes(run, nodes, (32,)) for nodes in (1, 2))
+    launcher = make.FakeLauncher({never: "pending", other: "running"}, flags={"hopeless": True})
+    seen = watched(run, launcher, [never, other], Clock(), timeout=300)
+    assert len(seen) > 3
 
 
 @pytest.mark.parametrize("scheduler", ["local", "slurm"])

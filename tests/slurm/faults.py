@@ -25,6 +25,12 @@ def _idle(cluster: SlurmCluster) -> int:
     return sum(map(int, told.stdout.split()))
 
 
+def in_mounts_of(cluster: SlurmCluster, script: str, *, node: int = 0) -> None:
+    """Run shell words among the mounts of a node, which its jobs see and nobody else."""
+    pid = cluster.run("login", "cat", f"/run/slurmd.{cluster.names[node]}.pid").stdout.strip()
+    cluster.run("login", "nsenter", "--target", pid, "--mount", "sh", "-ec", script)
+
+
 def kill_daemon(cluster: SlurmCluster, name: str) -> None:
     """Kill the controller (slurmctld) or what keeps the accounting (slurmdbd)."""
     cluster.run("login", "sh", "-c", f"kill -9 $(pidof {name})")

@@ -35,7 +35,7 @@ from tula_cli.cluster.relaunch import (
     over,
     write_summary,
 )
-from tula_cli.cluster.scheduling.protocol import Scheduler, exclude
+from tula_cli.cluster.scheduling.protocol import DelaysJobs, Scheduler, exclude
 from tula_cli.cluster.scripts.settle import leader_command, require_resumable, settled, take_up
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.cluster.stopping.full_disk import held, with_room
@@ -105,6 +105,7 @@ class Supervisor:
     lookout: Lookout = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
     _under_way: tuple[Task, Attempt] | None = None
+    _delay_ended: bool = False  # of the next job of the chain
 
     def __post_init__(self) -> None:
         self.lookout = Lookout(self.run.path, self.allocation)
@@ -175,6 +176,7 @@ class Supervisor:
         return [first, *others]
 
     def _lead_task(self, first: Task) -> None:
+        self._end_delay(self._later_links(first))
         ends = deadline(first)
         task = self._take_up(first)
         while task is not None and not over(self.run, task):
@@ -208,6 +210,7 @@ class Supervisor:
             elsewhere = following is not None and leaves_allocation(reason.outcome, task.spec.cluster)
             stays = ended or elsewhere or reason.outcome == "disk"
             if stays and not self.run.cancelled(task.job):
+                self._end_delay(self._later_links(task))  # the command line may not have written its id at the start
                 return  # the next link of the chain goes on
             task = following
         self._conclude(task or first)
@@ -243,9 +246,21 @@ class Supervisor:
         """Take links that have too few nodes for what is left out of the queue; one that starts all the same ends at once."""
         job = self._own_job(task)
         if job is not None:
-            self.allocation.scheduler.cancel(
-                [link for link in self._later_links(task) if job.nodes_of(link) < task.nodes]
-            )
+            waiting = self._later_links(task)
+            large_enough = [link for link in waiting if job.nodes_of(link) >= task.nodes]
+            self._delay_ended = False  # another job of the chain is the next one now
+            self._end_delay(large_enough)
+            too_small = [link for link in waiting if link not in large_enough]
+            self._release(job, too_small, f"the training now needs {task.nodes} nodes")
+
+    def _end_delay(self, waiting: Sequence[str]) -> None:
+        """Let the next job of the chain start as soon as this one is over: the delay is for jobs that never start tula."""
+        scheduler = self.allocation.scheduler
+        if self._delay_ended or not waiting or not isinstance(scheduler, DelaysJobs):
+            return
+        self._delay_ended = True
+        if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
+            sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
 
     def _later_links(self, task: Task) -> Sequence[str]:
         """Return the jobs of the chain that wait for this one."""
@@ -261,7 +276,16 @@ class Supervisor:
             write_summary(self.run, task)
         job = self._own_job(task)
         if job is not None:
-            self.allocation.scheduler.cancel([link for link in job.links if link != self.allocation.job_id])
+            why = "the training is finished" if training.result() else "they would end in the same way"
+            self._release(job, [link for link in job.links if link != self.allocation.job_id], why)
+
+    def _release(self, job: Job, links: Sequence[str], why: str) -> None:
+        """Take jobs of the chain out of the queue; what has run already is over for the scheduler too."""
+        waiting = [link for link in links if job.links.index(link) > job.links.index(self.allocation.job_id)]
+        if waiting and not self.run.cancelled(job.id):
+            with contextlib.suppress(OSError):  # the jobs are cancelled all the same
+                self.run.note_released(job.id, waiting, why)
+        self.allocation.scheduler.cancel(links)
 
     def _tell(self, command: LeaderCommand) -> None:
         number = next(self._numbers)

@@ -258,6 +258,11 @@ class RunDir:
     def cancelled(self, job_id: str) -> bool:
         return is_there(self.path / f"jobs/{job_id}.cancelled")
 
+    def note_released(self, job_id: str, ids: Iterable[str], why: str) -> None:
+        """Record that the supervisor takes waiting jobs of a chain out of the queue; the scheduler reports a mere cancel."""
+        path = self.path / f"jobs/{job_id}.released"
+        write_atomic(path, read_text(path) + "".join(f"{id_} {why}\n" for id_ in ids))
+
     def write_script(self, name: str, text: str) -> Path:
         """Write what sbatch is given, beside what submitit writes; return its absolute path."""
         path = self.submitit_dir.absolute() / f"{name}.sh"

@@ -155,6 +155,11 @@ class Snapshot:
         """Return the command that cancelled a job; empty where none has."""
         return read_text(self.path / f"jobs/{job_id}.cancelled") if job_id in self._cancelled else ""
 
+    def released(self, job_id: str) -> dict[str, str]:
+        """Return the jobs of a chain that its supervisor took out of the queue, by the scheduler's ids, and why."""
+        rows = read_text(self.path / f"jobs/{job_id}.released").splitlines()
+        return {id_: why for id_, _, why in (row.partition(" ") for row in rows)}
+
     # --- results
 
     @cached_property

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import RunGone
+from tula_cli.errors import RunGone, SchedulerError
 from tula_cli.models import halving
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import names
@@ -296,11 +296,13 @@ def watch(
 
     Raises:
         RunGone: the run directory was moved or removed meanwhile.
+        SchedulerError: none of the jobs that are left will ever start.
     """
     wanted, started, lost_since = set(job_ids), clock(), dict[str, float]()
     launcher = launcher.patient()
     kinds = {job.scheduler for job in run.jobs() if job.id in wanted}
     pause, longest = poll("local" if kinds <= {"local"} else "slurm")
+    hopeless = 0  # polls in sequence: a busy controller may give such a reason for a moment
     while True:
         now, folders = clock(), _where_results_appear(run)
         written = _last_written(folders)
@@ -308,8 +310,12 @@ def watch(
         if not run.path.is_dir():
             raise RunGone(run.path)
         yield status
-        if not any(_waits(job, lost_since, now=now) for job in status.jobs):
+        waiting = [job for job in status.jobs if _waits(job, lost_since, now=now)]
+        if not waiting:
             return
+        hopeless = hopeless + 1 if all(job.hopeless for job in waiting) else 0
+        if hopeless > 1:
+            raise _never_starts(waiting)
         if timeout is not None and now - started >= timeout:
             return
         left = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
@@ -320,6 +326,15 @@ def watch(
             sleep(min(LOOK, left))
             left -= LOOK
         pause = min(longest, pause * 1.5)
+
+
+def _never_starts(jobs: Sequence[JobStatus]) -> SchedulerError:
+    reasons = dict.fromkeys(job.reason for job in jobs)
+    names = ", ".join(job.id for job in jobs)
+    return SchedulerError(
+        f"waiting for {names} is of no use: {'; '.join(reasons)}",
+        "tula cancel takes what is queued out of the queue; correct the cluster section and run the same command again",
+    )
 
 
 def _where_results_appear(run: RunDir) -> list[Path]:

@@ -1,11 +1,13 @@
 """What the commands that submit jobs have in common: what they work with, asking first, and waiting."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
+from tula_cli.cluster.slurm.scheduler import overriding_variables
 from tula_cli.errors import Interruption, OverBudget, Pending, SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -151,7 +153,9 @@ def interruption_of_jobs(run: RunDir, parts: Iterable[tuple[Part, Launcher]], wa
 def doubts_of_new(
     run: RunDir, launcher: Launcher, jobs: Sequence[str], under_way: Sequence[str], spec: JobSpec
 ) -> Iterator[Event]:
-    """Warn of jobs that will not start, and of those that were submitted with other settings of the cluster."""
+    """Warn of jobs that will not start, of those submitted with other settings, and of variables that sbatch was not given."""
+    if spec.cluster.kind == "slurm" and (names := overriding_variables(os.environ)):
+        yield WarningEvent(f"not passed to sbatch, because the job file decides that: {', '.join(names)} (environment)")
     known = [found for found in run.jobs() if found.id in jobs]
     for id_, state in launcher.states(run.read(), known).items():
         if state.hopeless:

@@ -443,3 +443,81 @@ def test_waiting_jobs_are_held_for_their_user_and_released(slurm):
     slurm.set(ids[0], "RUNNING")
     assert "already finished" in scheduler.hold(ids[:1])
     assert scheduler.hold(["a name"]) == "" and scheduler.release([]) == ""
+
+
+# --- reasons
+
+
+REASONS = json.loads(RECORDED.with_name("slurm_reasons.json").read_text())
+
+
+def test_a_reason_is_hopeless_exactly_if_waiting_does_not_cure_it():
+    expected = dict.fromkeys(REASONS["never"], True) | dict.fromkeys(REASONS["waits"], False) | REASONS["notes"]
+    wrong = {reason for reason, never in expected.items() if scheduler._state("PENDING", reason).hopeless != never}
+    assert not wrong and len(expected) > 230
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("QOSMaxGRESPerJob", "the QOS does not allow so many GPUs (or other GRES)"),
+        ("AssocMaxMemPerNode", "the account does not allow so much memory per node"),
+        ("AssocMaxCpuMinutesPerJobLimit", "the account does not allow so many CPUs for so long in one job"),
+        ("QOSMinMemory", "not so little memory in one job"),
+        ("QOSGrpGRESMinutes", "the QOS has used up its budget"),
+        ("QOSMaxSomethingNewPerJob", "the QOS does not allow so many resources"),
+        ("launch failed requeued held", "scontrol release 17"),
+    ],
+)
+def test_a_hopeless_reason_is_explained_by_its_form(reason, words):
+    assert words in scheduler._state("PENDING", reason, id_="17").reason
+
+
+@pytest.mark.parametrize(
+    ("state", "comment", "words"),
+    [
+        ("RUNNING", "tula: waits: /run: Read-only file system on n1", "waits: /run: Read-only file system on n1"),
+        ("FAILED", "tula: gave up after 600 s: /run: Stale file handle on n1", "FAILED: gave up after 600 s: /run: Stale"),
+        ("PENDING", "tula: delayed by 30 min, because job 7 gave up: x", "BeginTime (delayed by 30 min, because job 7"),
+        ("RUNNING", "(null)", ""),
+        ("FAILED", "a comment | of the user's", "FAILED: its script ended with an error"),
+    ],
+)  # fmt: skip
+def test_a_job_without_a_log_reports_by_its_comment(state, comment, words):
+    (told,) = scheduler._rows(f"12|{state}|BeginTime|N/A|{comment}").values()
+    assert told.reason.startswith(words) and bool(told.reason) == bool(words)
+
+
+# --- maintenance
+
+# Recorded with SLURM 22.05.8, cut down; the dates are replaced.
+RESERVATION = "ReservationName=maint1 StartTime={begin} EndTime={end} Duration=01:00:00 Nodes=n[1-2] Flags={flags} Users=root State=INACTIVE"
+
+
+def reservation(minutes, flags="MAINT,IGNORE_JOBS,SPEC_NODES,ALL_NODES"):
+    begin = time.time() + 60 * minutes
+    return RESERVATION.format(begin=local(begin), end=local(begin + 3600), flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("reason", "rows", "words"),
+    [
+        ("ReqNodeNotAvail, Reserved for maintenance", [(90.5,)], "in 90 min; shorter jobs start before it"),
+        ("ReqNodeNotAvail, Reserved for maintenance", [(300,), (30.5,)], "in 30 min"),
+        ("ReqNodeNotAvail, May be reserved for other job", [(30.5,)], "in 30 min"),
+        ("ReqNodeNotAvail", [(30.5, "SPEC_NODES,MAINT")], "in 30 min"),
+        ("ReqNodeNotAvail, Reserved for maintenance", [(-10,)], ""),  # it has begun
+        ("ReqNodeNotAvail, Reserved for maintenance", [(30, "SPEC_NODES")], ""),  # another user's
+        ("ReqNodeNotAvail, Reserved for maintenance", ["No reservations in the system"], ""),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", [(30,)], ""),
+        ("Resources", [(30,)], ""),
+    ],
+)
+def test_a_job_that_waits_for_a_maintenance_window_is_told_which_limit_would_start_it(monkeypatch, reason, rows, words):
+    answers = {
+        "squeue": f"7|PENDING|{reason}|N/A|(null)",
+        "scontrol": "\n".join(row if isinstance(row, str) else reservation(*row) for row in rows),
+    }
+    monkeypatch.setattr(scheduler, "call", lambda *command, **_: slurm_command.Answer("done", answers[command[0]]))
+    told = ask(["7"])["7"].reason
+    assert ("a maintenance window begins" in told) == bool(words) and words in told and told.startswith(reason)

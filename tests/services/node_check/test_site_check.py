@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -114,6 +115,25 @@ def test_what_does_not_fit_is_told_with_what_to_do(check, monkeypatch, old, new,
         monkeypatch.setattr("tula_cli.services.node_check.site_check.job_findings", lambda *_, **__: ())
     problems = check(SITE.replace(old, new, 1)).problems
     assert any(one.about == about and message in one.message and advice in one.advice for one in problems), problems
+
+
+def test_limits_of_a_node_and_maintenance_windows_are_held_against_the_settings(check, monkeypatch):
+    monkeypatch.setattr("tula_cli.services.node_check.site_check.job_findings", lambda *_, **__: ())
+    begin, end = (
+        time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 60 * minutes)) for minutes in (90.5, 200)
+    )
+    lines = (
+        "ReservationName=course StartTime=2026-01-01T00:00:00 State=ACTIVE Flags=SPEC_NODES",
+        f"ReservationName=maint StartTime={begin} EndTime={end} Flags=MAINT,SPEC_NODES",
+        "PartitionName=gpu MaxCPUsPerNode=32 MaxMemPerNode=100000",
+    )
+    found = check(SITE.replace("minutes: 1440", "minutes: 1440, memory: 0"), scontrol="\n".join(lines))
+    warning, *problems = [*told(found, "warning"), *told(found, "problem")]
+    assert "a job of 1440 minutes would not start before the maintenance" in warning and "set it below 90" in warning
+    assert problems == [
+        "cluster.slurm.cpus_per_task: 16 for each of 4 ranks is more than a node of gpu has (32) (set it to 8)",
+        "cluster.slurm.memory: 0 asks for all memory of a node, and a job in gpu can have 100000 MB (set it to 100000M)",
+    ]
 
 
 def test_keys_and_values_are_checked_by_the_rules_of_a_job(check):

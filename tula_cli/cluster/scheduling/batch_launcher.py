@@ -7,10 +7,18 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tula_cli.cluster.local import attempts_of
-from tula_cli.cluster.scheduling.chains import YOUNG_WORDS, chain, chain_state, nodes_of_links, time_limit
+from tula_cli.cluster.scheduling.chains import (
+    YOUNG_WORDS,
+    chain,
+    chain_state,
+    folder_patience,
+    nodes_of_links,
+    time_limit,
+)
 from tula_cli.cluster.scheduling.protocol import JobRequest, Queued, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
@@ -99,7 +107,7 @@ class BatchLauncher:
         }
 
     def _state(self, look: Snapshot, job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
-        state = chain_state(job, known, forgotten=self.forgotten)
+        state = chain_state(job, known, forgotten=self.forgotten, released=look.released(job.id))
         if state.state == "pending" and is_moved(job, look.here):
             return SchedulerState("ended", f"the run was at {job.folder} when it was submitted, and was moved since")
         if state.reason == YOUNG_WORDS and any(attempt.ended_at is None for attempt in attempts_of(look, job)):
@@ -117,7 +125,7 @@ class BatchLauncher:
             f"it left no log: its nodes probably do not see {look.path.resolve()}; choose a folder on a file system that "
             "all nodes share with --run-dir"
         )
-        return SchedulerState("ended", f"{state.reason}; {words}" if state.reason else words)
+        return replace(state, reason=f"{state.reason}; {words}" if state.reason else words)
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark it, so that no supervisor starts anything more, and cancel its allocations; only our own ids.
@@ -151,6 +159,7 @@ class BatchLauncher:
             folder=Path(task.workdir),
             logs=run.submitit_dir.absolute(),
             setup=(*own.setup, *package.shell_lines(run.path)),
+            patience=folder_patience(task),
         )
 
     def text(self, run: RunDir, job: JobRequest, task: Task) -> str:
@@ -263,12 +272,16 @@ def _rehearsal(run: RunDir, task: Task) -> Sequence[str]:
 
 
 def _with_words(look: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
-    """Add what the shell, srun or python said of a job whose supervisor never started."""
-    if state.state != "ended" or not state.reason.startswith("FAILED") or attempts_of(look, job):
+    """Add what the shell, srun or python said in the last job of a chain that failed before it started a supervisor."""
+    if state.state != "ended" or not state.reason.startswith("FAILED"):
         return state
-    for path in reversed(look.scheduler_logs(job.ids)):
+    started = {attempt.job_id for attempt in attempts_of(look, job)}
+    last = max((id_ for id_ in job.ids if look.started_logs([id_])), key=job.ids.index, default=None)
+    if last is None or last in started:
+        return state
+    for path in reversed(look.scheduler_logs([last])):
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
         told = [line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line]
         if told and path.suffix == ".err":
-            return SchedulerState("ended", f"{state.reason}: {told[-1]} ({path})")
+            return replace(state, reason=f"{state.reason}: {told[-1]} ({path})")
     return state

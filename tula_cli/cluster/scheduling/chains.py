@@ -14,6 +14,12 @@ SPARE_LINKS = 2
 """Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
 MOST_LINKS = 50
 """Of one chain: queues bound how many jobs a user may have. The same command goes on where a chain ends."""
+PATIENCE = 30
+"""Seconds for which a job waits for a folder that is away."""
+TRAINING_PATIENCE = 600
+"""The same of a job of a training, at most: it is never longer than half of its time limit."""
+FIRST_DELAY, LONGEST_DELAY = 10, 30
+"""Minutes by which the job after one that the scheduler could not start is delayed: the least, and the most."""
 YOUNG = 30.0
 """Seconds for which a submitted job may be known to neither the queue nor the accounting."""
 YOUNG_WORDS = "just submitted"
@@ -81,17 +87,39 @@ def time_limit(task: Task) -> int:
     return max(1, math.floor(min(wanted, longest or wanted)))
 
 
+def folder_patience(task: Task) -> int:
+    """Return the seconds for which a job waits for its folders: a job of a chain must outlast a file system's failure.
+
+    Where somebody waits for the answer, and no job of the run has seen the folders yet, it is short.
+    """
+    return min(TRAINING_PATIENCE, 30 * time_limit(task)) if isinstance(task, TrainTask) else PATIENCE
+
+
+def start_delay(number: int) -> int:
+    """Return the minutes between the starts of a job of a chain (from 2) and the one before it, should that not start tula."""
+    return min(FIRST_DELAY * (number - 1), LONGEST_DELAY)
+
+
 # --- what became of it
 
 
-def chain_state(job: Job, known: Mapping[str, SchedulerState], *, forgotten: str) -> SchedulerState:
+def chain_state(
+    job: Job, known: Mapping[str, SchedulerState], *, forgotten: str, released: Mapping[str, str] | None = None
+) -> SchedulerState:
     """Return the state of a job from those of its links.
 
     Args:
         job: the job.
         known: what the scheduler says; it does not know all of them.
         forgotten: what to say of those.
+        released: links that tula itself has cancelled, and why: they report nothing about the others.
     """
+    if released and (cancelled := [id_ for id_ in job.ids if id_ in released]):
+        ids = cancelled[0] if len(cancelled) == 1 else f"{cancelled[0]} to {cancelled[-1]}"
+        words = f"tula cancelled {ids} of its chain: {released[cancelled[-1]]}"
+        kept = tuple(id_ for id_ in job.ids if id_ not in released)
+        rest = job.model_copy(update={"links": kept, "scheduler_id": kept[0] if kept else job.scheduler_id})
+        return replace(chain_state(rest, known, forgotten=forgotten), released=words)
     young = time.time() - job.submitted_at < YOUNG
     unheard = SchedulerState("pending", YOUNG_WORDS) if young else SchedulerState("ended", forgotten)
     states = [known.get(id_, unheard) for id_ in job.ids]

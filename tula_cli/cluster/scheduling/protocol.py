@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from tula_cli.cluster.scheduling.job_log import log_word, open_log
 from tula_cli.run.records.base import OutcomeClass
 
 ENDS = (signal.SIGTERM,)
@@ -32,6 +33,7 @@ class SchedulerState:
     hopeless: bool = False  # it waits for what waiting does not bring
     without_nodes: bool = False  # it waits for nodes that are down or drained
     suspended: bool = False  # it has its nodes and stands still
+    released: str = ""  # which jobs of the chain tula itself has cancelled, and why
     silent: bool = False  # with "unknown": nobody answered, so that nothing must be submitted now
 
 
@@ -68,16 +70,18 @@ class JobRequest:
     folder: Path = Path()  # that it starts in
     logs: Path = Path()  # where its script writes: files named <id>_<anything>_log.out and .err, which tula logs shows
     setup: tuple[str, ...] = ()  # lines of the shell before the command
+    patience: int = 0  # seconds for which it waits for a folder that is away
 
     def lines(self, id_: str) -> list[str]:
-        """Return the shell lines that come before the command: into the logs, into the folder, and the set-up.
+        """Return the shell lines that come before the command: they open the log, enter the folder, and set up.
+
+        They wait `patience` seconds for a folder that is away; then the job ends.
 
         Args:
             id_: the job's id as a shell reads it in the job: "$PBS_JOBID".
         """
-        logs = shlex.quote(str(self.logs))
-        redirect = f'exec >>{logs}/"{id_}"_script_log.out 2>>{logs}/"{id_}"_script_log.err'
-        return [redirect, f"cd {shlex.quote(str(self.folder))}", *self.setup]
+        log, folder = log_word(self.logs, id_, "script_log"), shlex.quote(str(self.folder))
+        return [*open_log(log, folder=folder, patience=self.patience), *self.setup]
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,15 @@ class AvoidsNodes(Protocol):
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
         """Keep waiting jobs off these nodes and no others; return what went wrong."""
+        ...
+
+
+@runtime_checkable
+class DelaysJobs(Protocol):
+    """A scheduler whose jobs of a chain start minutes after the one before them, unless that one has started tula."""
+
+    def end_delay(self, id_: str, after: str) -> str:
+        """Let a waiting job start as soon as the one before it is over; return what went wrong."""
         ...
 
 

@@ -21,7 +21,7 @@ from tula_cli.cluster.inspection import (
 from tula_cli.cluster.kept_inspection import KeptInspection, other_settings
 from tula_cli.cluster.launcher import submitting
 from tula_cli.cluster.scheduling.batch_launcher import in_queue, submit_script
-from tula_cli.cluster.scheduling.chains import YOUNG
+from tula_cli.cluster.scheduling.chains import YOUNG, folder_patience
 from tula_cli.cluster.scheduling.protocol import JobRequest
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.path_patterns import require_plain
@@ -119,7 +119,7 @@ def script(run: RunDir, spec: JobSpec) -> str:
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
     require_plain(run.path)
-    writer = ScriptWriter(folder=run.submitit_dir.absolute())
+    writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task))
     own = {"job_name": _name(run), "ntasks_per_node": 1, "time": MINUTES}
     writer.update_parameters(**{**parameters(run, task), **own})
     return writer.text(f"{interpreter(spec)} -m {PROGRAM} {shlex.quote(str(_spec_path(run)))}")

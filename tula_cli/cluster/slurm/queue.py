@@ -8,12 +8,14 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.shared_queue import Kept, shared
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.words import moment as time_of_day
 
 SILENT = "squeue does not answer"
 OVER = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
@@ -26,8 +28,16 @@ PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", 
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
 _STOPPED = """suspended: an administrator, or a job that goes first, has stopped it where it stands; it goes on once it is resumed: ask the
 administrators (scontrol resume {id}), or tula cancel and start it anew""".replace("\n", " ")
+OF_TULA = "tula: "
+WAITS, GAVE_UP, DELAYED = f"{OF_TULA}waits", f"{OF_TULA}gave up", f"{OF_TULA}delayed"
+"""Beginnings of the comments by which a job that cannot open its log reports its state to the queue."""
+_NOT_LAUNCHED = """its script could not be started on its node (the node's disk, an unknown user, a failed prolog): for administrators, the
+cause is in slurmd.log of the node, under {id}""".replace("\n", " ")
 _AWAY = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
 """squeue's reasons that are about nodes which are down or drained."""
+_MAINTENANCE = re.compile(r"Reserved for maintenance|ReqNodeNotAvail(?!\W+Unavailable)")
+"""squeue's reasons of jobs that would still run when a reservation of their nodes begins."""
+RESERVATIONS = ("scontrol", "--oneliner", "show", "reservation")
 _UNTIL_BACK = (
     "it starts once they are back: sinfo --list-reasons tells why they are away; or ask for other nodes (cluster.slurm)"
 )
@@ -46,28 +56,54 @@ ENDED = {
     "REVOKED": "another cluster of the federation runs it",
 }
 """SLURM's states of a job that is over, and what they mean."""
-HOPELESS = {
+_WHO = {"QOS": "the QOS", "Assoc": "the account", "Association": "the account", "Max": "the QOS"}
+_RESOURCES = {
+    "Cpu": "many CPUs", "CPU": "many CPUs", "Node": "many nodes", "GRES": "many GPUs (or other GRES)", "License": "many licenses",
+    "Billing": "many billing units", "Mem": "much memory", "Memory": "much memory", "WallDuration": "much time",
+    "Energy": "much energy", "BB": "much burst buffer",
+}  # fmt: skip
+"""Names of what SLURM limits, as they stand in its reasons; others are resources that it has no name for."""
+_HELD = "scontrol release {id}"
+HOPELESS = tuple((re.compile(form), why) for form, why in {
+    # limits of one job, and budgets: SLURM makes these names of who limits, what, and for what
+    "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)MinutesPerJob(?:Limit)?": "{who} does not allow so {what} for so long in one job",
+    "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)PerJob(?:Limit)?": "{who} does not allow so {what}",
+    "(?P<who>QOS|Assoc)Max(?P<what>[A-Za-z]+?)PerNode": "{who} does not allow so {what} per node",
+    "(?P<who>QOS)Min(?P<what>[A-Za-z]+?)(?:NotSatisfied)?": "{who} asks for more: not so {few} in one job",
+    "(?P<who>QOS|Assoc)Grp(?!\\w*Run)(?P<what>[A-Za-z]+?)Minutes(?:Limit)?": "{who} has used up its budget, or what is left is too little for this job: sacctmgr show assoc, qos",
+    "(?P<who>QOS|Assoc)GrpWallLimit": "{who} has used up its budget of time",
+    "(?P<who>QOS|Association)TimeLimit": "{who} does not allow so much time, or has used up its budget of it",
+    "(?P<who>QOS)UsageThreshold": "the account's share of the machine is below what {who} asks for",
+    ".*exceeds (?P<who>QOS|assoc)\\w*.* group (?:max TRES.* minutes|wall limit).*": "{who} has used up its budget",
+    ".*exceeds (?P<who>QOS|assoc)\\w*.* max TRES.* minutes.*": "{who} does not allow so much for so long in one job",
+    "MaxMemPerLimit": "the partition does not allow so much memory per node or CPU: lower cluster.slurm.memory",
+    # what is asked for is not there, or not for this user
     "PartitionConfig": "the partition does not allow so many nodes or so much of them",
     "PartitionNodeLimit": "the partition does not allow so many nodes",
     "PartitionTimeLimit": "the partition does not allow so much time",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition is inactive",
     "BadConstraints": "no node satisfies the constraints",
-    "DependencyNeverSatisfied": "it waits for a job that failed",
     "AccountNotAllowed": "the account may not use the partition",
     "QOSNotAllowed": "the QOS may not be used here",
     "InvalidAccount": "there is no such account",
     "InvalidQOS": "there is no such QOS",
-    "QOSMaxNodePerJobLimit": "the QOS does not allow so many nodes",
-    "QOSMaxWallDurationPerJobLimit": "the QOS does not allow so much time",
-    "AssocMaxNodePerJobLimit": "the account does not allow so many nodes",
-    "AssocMaxWallDurationPerJobLimit": "the account does not allow so much time",
-    "ReservationDeleted": "its reservation is gone",
-    "JobHoldMaxRequeue": "SLURM has given it up after several tries: scontrol release {id}",
-    "JobHeldAdmin": "an administrator holds it: ask them why, and to release it (scontrol release {id})",
-    "JobHeldUser": "you hold it: scontrol release {id}",
-}
-"""squeue's reasons that waiting does not cure."""
+    "Inva(?:lid|ild)Reason": "SLURM does not name the reason",
+    ".*not in group permitted.*": "you may not use the partition",
+    "Reservation(?:Deleted|Invalid)|Reservation .* (?:was deleted|is invalid|has ended)": "its reservation is gone",
+    "DeadLine": "its deadline passes before it could end",
+    "DependencyNeverSatisfied": "it waits for a job that failed",
+    "BurstBufferOperation|Burst buffer .*error.*": "its burst buffer failed",
+    # what somebody has to release
+    "JobHoldMaxRequeue|.*requeued held": f"SLURM has given it up after it could not be started: {_HELD}",
+    "JobHeldAdmin": f"an administrator holds it: ask them why, and to release it ({_HELD})",
+    "JobHeldUser|.*in held state": f"you hold it: {_HELD}",
+}.items())  # fmt: skip
+"""The forms of squeue's reasons that waiting does not cure, and why; any other reason is one that waiting cures.
+
+A limit of all that runs at present (Grp without Minutes, RunMinutes, PerUser, PerAccount, Jobs, SubmitJobs) is met again when
+other jobs are over; one of a single job, or of what may be used in all, is not.
+"""
 
 OUTCOMES: dict[str, OutcomeClass] = {
     "TIMEOUT": "time_limit",
@@ -89,7 +125,7 @@ OOM_KILLED = "0:125"
 # --- how jobs stand
 
 
-_FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S")
+_FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%k")
 _wanted_since: dict[str, float] = {}
 """When this command first asked for a job (Unix time): an older answer does not tell that SLURM has forgotten it."""
 
@@ -114,10 +150,43 @@ def ask(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerStat
             state if state.state == "ended" else SchedulerState("unknown", f"sacct says {word}, squeue knows no more")
         )
         found[id_] = known
+    if any(_MAINTENANCE.search(state.reason) for state in found.values() if state.state == "pending"):
+        found = _with_maintenance(found)
     if silence:
         unheard = {id_: SchedulerState("unknown", silence, silent=True) for id_ in wanted}
         found = {**unheard, **{id_: state for id_, state in found.items() if state.state != "unknown"}}
     return found
+
+
+def _with_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
+    """Add to jobs that wait for a maintenance window which time limit would let them start before it."""
+    answer, now = call(*RESERVATIONS), time.time()
+    coming = [begin for begin, _ in maintenance_windows(answer.text if answer.ok else "") if begin > now]
+    if not coming:
+        return dict(states)
+    words = (
+        f"{window_words(min(coming), now)}; shorter jobs start before it (cluster.slurm.minutes, search.max_minutes)"
+    )
+    return {
+        id_: replace(state, reason=f"{state.reason}; {words}") if _MAINTENANCE.search(state.reason) else state
+        for id_, state in states.items()
+    }
+
+
+def maintenance_windows(told: str) -> list[tuple[float, float]]:
+    """Return the begin and the end (Unix times) of the maintenance windows in what `RESERVATIONS` printed."""
+    rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in told.splitlines()]
+    windows = [
+        (moment(row.get("StartTime", "")), moment(row.get("EndTime", "")))
+        for row in rows
+        if "MAINT" in row.get("Flags", "").split(",")
+    ]
+    return sorted((begin, end) for begin, end in windows if begin is not None and end is not None)
+
+
+def window_words(begin: float, now: float) -> str:
+    """Return when a maintenance window begins, and in how many minutes."""
+    return f"a maintenance window begins {time_of_day(begin)}, in {max(0, int((begin - now) // 60))} min"
 
 
 def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
@@ -153,27 +222,43 @@ def _all_jobs() -> Kept:
 
 
 def _rows(text: str) -> dict[str, SchedulerState]:
-    rows = [line.split("|") for line in text.splitlines()]
-    return {row[0]: _state(row[1], row[2], moment(row[3]), id_=row[0]) for row in rows if len(row) == 4}
+    rows = [line.split("|", 4) for line in text.splitlines()]
+    return {row[0]: _state(row[1], row[2], moment(row[3]), row[4], id_=row[0]) for row in rows if len(row) == 5}
 
 
-def _state(words: str, reason: str = "", starts_at: float | None = None, *, id_: str = "") -> SchedulerState:
+def _state(
+    words: str, reason: str = "", starts_at: float | None = None, comment: str = "", *, id_: str = ""
+) -> SchedulerState:
     """Return what a state of SLURM means; an unknown one is not over."""
     name = _name(words)
     if name in PENDING:
-        why = HOPELESS.get(reason)
-        told = "" if reason == "None" else f"{reason}: will not start, {why.format(id=id_)}" if why else reason
+        why = why_hopeless(reason, id_)
+        told = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
         away = bool(_AWAY.search(reason))
         told += f": {_UNTIL_BACK}" if away else ""
+        told += f" ({comment.removeprefix(OF_TULA)})" if comment.startswith(DELAYED) else ""
         held = reason == "JobHeldUser"
-        return SchedulerState("pending", told, starts_at, held=held, hopeless=why is not None, without_nodes=away)
+        return SchedulerState("pending", told, starts_at, held=held, hopeless=bool(why), without_nodes=away)
     if name in RUNNING:
         stopped = name in ("STOPPED", "SUSPENDED")
-        return SchedulerState("running", _STOPPED.format(id=id_) if stopped else "", suspended=stopped)
+        waits = comment.removeprefix(OF_TULA) if comment.startswith(WAITS) else ""
+        return SchedulerState("running", _STOPPED.format(id=id_) if stopped else waits, suspended=stopped)
     if name in ENDED:
-        meaning = "its script could not be started on its node" if reason == "JobLaunchFailure" else ENDED[name]
+        meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else ENDED[name]
+        meaning = comment.removeprefix(OF_TULA) if comment.startswith(GAVE_UP) else meaning
         return SchedulerState("ended", f"{words}: {meaning}" if meaning else "")
     return SchedulerState("unknown", f"SLURM calls it {words}")
+
+
+def why_hopeless(reason: str, id_: str = "") -> str:
+    """Return why a job that waits for this reason of squeue's never starts; empty if waiting is enough."""
+    for form, why in HOPELESS:
+        if match := form.fullmatch(reason):
+            parts = match.groupdict()
+            what = _RESOURCES.get(parts.get("what") or "", "many resources")
+            who = next((name for start, name in _WHO.items() if start.lower() == (parts.get("who") or "").lower()), "")
+            return why.format(id=id_, who=who, what=what, few=what.replace("many", "few").replace("much", "little"))
+    return ""
 
 
 def _name(words: str) -> str:
@@ -337,6 +422,12 @@ def exclude(ids: Sequence[str], nodes: str) -> str:
     if not own:
         return ""
     answer = call("scontrol", "update", f"JobId={','.join(own)}", f"ExcNodeList={nodes}")
+    return "" if answer.ok else answer.complaint or "scontrol failed"
+
+
+def end_delay(id_: str, after: str) -> str:
+    """Let a waiting job of a chain start as soon as the one before it is over; return scontrol's complaint."""
+    answer = call("scontrol", "update", f"JobId={id_}", f"Dependency=afterany:{after},singleton")
     return "" if answer.ok else answer.complaint or "scontrol failed"
 
 

@@ -51,7 +51,7 @@ class SlurmScheduler:
         """Return the script of a command; tula's own jobs have one that `sbatch.parameters` asks for."""
         from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
-        writer = ScriptWriter(folder=job.logs)
+        writer = ScriptWriter(job.logs, patience=job.patience)
         gpus = {"gpus_per_node": job.gpus_per_node} if job.gpus_per_node else {}
         after = {"dependency": f"afterany:{':'.join(job.after)}"} if job.after else {}
         limit = {} if job.minutes is None else {"time": math.ceil(job.minutes)}
@@ -82,6 +82,9 @@ class SlurmScheduler:
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
         return queue.exclude(ids, nodes)
+
+    def end_delay(self, id_: str, after: str) -> str:
+        return queue.end_delay(id_, after)
 
     def partitions(self) -> Sequence[Limits]:
         return [Limits(one.name, one.default, one.usable, one.minutes) for one in partitions.partitions() if one.up]
@@ -146,12 +149,31 @@ def _sbatch(script: Path) -> _Submission:
     raise refused(words)
 
 
+_OVERRIDES: Mapping[str, tuple[str, ...]] = {
+    # What tula's script always says, in whatever words: nodes, ranks, GPUs, files, the queue that is asked later.
+    "nodes": (
+        "ARRAY_INX", "CLUSTERS", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GRES", "INPUT", "JOB_NAME", "NO_KILL",
+        "NO_REQUEUE", "OPEN_MODE", "OUTPUT", "OVERCOMMIT", "REQUEUE", "SIGNAL", "TIMELIMIT", "TRES_PER_TASK", "WAIT",
+    ),
+    "cpus-per-task": ("CORE_SPEC", "CPUS_PER_GPU", "THREAD_SPEC"),
+    "mem": ("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE"),
+}  # fmt: skip
+"""Input variables of sbatch that override or contradict an option of the script, by that option; others are named like theirs."""
+
+
 def environment_of(script: Path) -> dict[str, str]:
     """Return sbatch's environment without the variables that would override what the script says."""
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
-    renamed = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "no-requeue": "REQUEUE"}
-    said = {f"SBATCH_{renamed.get(option, option).upper().replace('-', '_')}" for option in options}
+    overrides = {name for option in options for name in (option.upper().replace("-", "_"), *_OVERRIDES.get(option, ()))}
+    said = {f"SBATCH_{name}" for name in overrides}
     return {name: value for name, value in command.environment(os.environ).items() if name not in said}
+
+
+def overriding_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the input variables of sbatch that contradict any job of tula's, and are not passed on to it."""
+    return sorted(
+        name for name in environ if name.removeprefix("SBATCH_") in _OVERRIDES["nodes"] and name[:7] == "SBATCH_"
+    )
 
 
 def _accepted_unheard(script: Path, name: str, words: str) -> str:

@@ -1,6 +1,17 @@
 """submitit's executor as the writer of job scripts; how they are submitted is tula's own."""
 
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 import submitit
+
+from tula_cli.cluster.scheduling.chains import LONGEST_DELAY
+from tula_cli.cluster.scheduling.job_log import log_word, open_log
+from tula_cli.cluster.slurm.queue import DELAYED, GAVE_UP, WAITS
+
+NOWHERE = "/dev/null"
 
 
 class ScriptWriter(submitit.SlurmExecutor):
@@ -8,7 +19,17 @@ class ScriptWriter(submitit.SlurmExecutor):
 
     submitit's own submission has no time limit, passes an allocation's variables on, prints what sbatch says and cannot
     take over a job that was accepted unheard. The two hooks used here are the ones that submitit's own executors override.
+
+    Args:
+        folder: of the logs.
+        patience: seconds for which the job waits for its folders.
+        python: the shell's command that starts Python; None for the interpreter that runs now.
     """
+
+    def __init__(self, folder: Path, *, patience: int, python: str | None = None) -> None:
+        super().__init__(folder=folder, python=python)
+        self._patience = patience
+        self._interpreter = "" if python else sys.executable
 
     def text(self, command: str | None = None) -> str:
         """Return the script that sbatch is given, with the parameters set so far.
@@ -16,4 +37,34 @@ class ScriptWriter(submitit.SlurmExecutor):
         Args:
             command: what srun starts; submitit, which calls what was left for it, where nothing is said.
         """
+        options = self.parameters.get("additional_parameters") or {}
+        setup = self.parameters.get("setup") or []
+        # SLURM fails a job whose log it cannot open, so the script opens it.
+        self.update_parameters(
+            setup=[*self._open_log(str(options.get("comment", ""))), *setup],
+            additional_parameters={"output": NOWHERE, "error": NOWHERE, **options},
+        )
         return str(self._make_submission_file_text(command or self._submitit_command_str, ""))
+
+    def _open_log(self, comment: str) -> Sequence[str]:
+        """Return the lines that open the log.
+
+        Args:
+            comment: of the job, when it has nothing to report.
+        """
+        job = 'scontrol update JobId="$SLURM_JOB_ID"'
+        pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'
+        return open_log(
+            log_word(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
+            folder='"$SLURM_SUBMIT_DIR"',
+            patience=self._patience,
+            python=self._interpreter,
+            on_wait=[f'{job} Comment="{WAITS}: $tula_why"'],
+            on_give_up=[
+                f'{job} Comment="{GAVE_UP} after $tula_waited s: $tula_why"',
+                f"tula_next=$({pending} | sort -n | head -n 1)",
+                f'[ -z "$tula_next" ] || scontrol update JobId="$tula_next" StartTime=now+{LONGEST_DELAY}minutes'
+                f' Comment="{DELAYED} by {LONGEST_DELAY} min, because job $SLURM_JOB_ID gave up: $tula_why"',
+            ],
+            on_resume=[f"{job} Comment={shlex.quote(comment)}"],
+        )

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tula_cli.cluster.slurm.command import Answer, call
-from tula_cli.cluster.slurm.partitions import PATIENCE, Partition, parse_minutes, parse_partitions
+from tula_cli.cluster.slurm.partitions import PATIENCE, Partition, ask_partitions, parse_minutes
+from tula_cli.cluster.slurm.queue import RESERVATIONS, maintenance_windows
 
 Call = Callable[..., Answer]
 ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
@@ -25,6 +26,7 @@ class SiteFacts:
     accounts: tuple[str, ...] | None = None  # all of the site's
     features: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of the nodes, by partition
     reservations: tuple[str, ...] | None = None
+    maintenance: tuple[tuple[float, float], ...] = ()  # begin and end (Unix times) of the windows, the first one first
     all_partitions: tuple[str, ...] | None = None  # by name, also those that are hidden, or not for this user
 
     @property
@@ -50,7 +52,7 @@ def ask_all(ask: Call = call) -> SiteFacts:
     told("sbatch", "--version")
     told("squeue", "--noheader", f"--user={pwd.getpwuid(os.getuid()).pw_name}", "--format=%i")
     told("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now", "--format=JobID")
-    partitions = parse_partitions(told("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G") or "")
+    partitions = ask_partitions(lambda *command: told(*command) or "")
     if not partitions:
         silent.setdefault("sinfo", "it tells of no partition")
         return SiteFacts((), silent)
@@ -60,7 +62,8 @@ def ask_all(ask: Call = call) -> SiteFacts:
         qos=_qos(told(*ALL_QOS)),
         accounts=first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
         features=_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
-        reservations=_reservations(told("scontrol", "--oneliner", "show", "reservation")),
+        reservations=_reservations(reservations := told(*RESERVATIONS)),
+        maintenance=tuple(maintenance_windows(reservations or "")),
         all_partitions=first_fields(told(*ALL_PARTITIONS)),
     )
 

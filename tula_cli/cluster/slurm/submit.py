@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduling.batch_launcher import BatchLauncher
-from tula_cli.cluster.scheduling.chains import links
+from tula_cli.cluster.scheduling.chains import folder_patience, links, start_delay
 from tula_cli.cluster.scheduling.protocol import JobRequest, Queued
 from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.sbatch import parameters, python
@@ -23,6 +23,9 @@ class SlurmLauncher(BatchLauncher):
     All links of a chain have one name in the queue, of which SLURM starts one at a time in their order (`singleton`), and each
     names the one before it. That alone would not do: one that is cancelled while it waits satisfies `afterany`, and the next
     would start beside one that runs. To name all of them would be 49 for the last of 50.
+
+    Each also starts minutes after the one before it (`after:ID+MINUTES`) unless the supervisor of that one has ended the delay:
+    where SLURM itself cannot start a job nothing of tula runs, and the whole chain would fail within seconds.
 
     Args:
         waits: take what squeue told another command of this user that waits.
@@ -43,6 +46,9 @@ class SlurmLauncher(BatchLauncher):
     def text(self, run: RunDir, job: JobRequest, task: Task) -> str:
         chained = links(task) > 1
         waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
+        number = job.name.removeprefix(self.first_name(run, task)).lstrip(".")
+        if number and job.after:
+            waits_for.append(f"after:{job.after[-1]}+{start_delay(int(number))}")
         name = chain_name(run, task) if chained else job.name
         return text_of(run, task, name=name, dependency=",".join(waits_for) or None)
 
@@ -80,7 +86,7 @@ def text_of(run: RunDir, task: Task, *, name: str | None = None, dependency: str
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
     require_plain(run.path)
-    writer = ScriptWriter(folder=run.submitit_dir, python=python(task))
+    writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task), python=python(task))
     writer.update_parameters(**parameters(run, task, name=name, dependency=dependency))
     return writer.text()
 

@@ -2,10 +2,12 @@
 
 import math
 import re
+import time
 from collections.abc import Generator, Iterator, Sequence
 
 from tula_cli.cluster.slurm.accounting.factor_names import unknown_names
 from tula_cli.cluster.slurm.partitions import Partition, describe
+from tula_cli.cluster.slurm.queue import window_words
 from tula_cli.cluster.slurm.site_facts import SiteFacts
 from tula_cli.plugins import nearest
 from tula_cli.services.node_check.site_finding import SiteFinding, ok, problem, warning
@@ -64,6 +66,7 @@ def _of_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     for partition in partitions:
         yield from _sizes(spec, slurm, partition)
         yield from _limits(spec, slurm, partition)
+    yield from _maintenance(slurm, facts)
     yield from _accounts(slurm, facts)
     yield from _qos(slurm, facts)
     yield from _constraint(slurm, facts, partitions)
@@ -121,6 +124,14 @@ def _sizes(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFi
             f"{_PLACE}.cpus_per_task",
             f"{slurm.cpus_per_task} for each of {plural(gpus, 'rank')} is more than a node of {partition.name} has ({cpus})",
             f"set it to {max(1, cpus // gpus)}",
+            "scheduler",
+        )
+    memory = max(kind.memory for kind in kinds)
+    if slurm.memory == "0" and all(kind.limited_memory for kind in kinds):
+        yield problem(
+            f"{_PLACE}.memory",
+            f"0 asks for all memory of a node, and a job in {partition.name} can have {memory} MB",
+            f"set it to {memory}M",
             "scheduler",
         )
     most_nodes = max(spec.search.nodes)
@@ -183,6 +194,20 @@ def _limits(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteF
             "search.max_minutes",
             f"a measuring job asks for {probes} minutes, and {partition.name} allows {limit}",
             f"set it to {max(1, limit - ROOM)}",
+            "scheduler",
+        )
+
+
+def _maintenance(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
+    """Yield whether training jobs of this length would run into a maintenance window, and wait until it is over."""
+    now = time.time()
+    begin = next((begin for begin, _ in facts.maintenance if begin > now), math.inf)
+    left = (begin - now) / 60
+    if left < slurm.minutes:
+        yield warning(
+            f"{_PLACE}.minutes",
+            f"a job of {slurm.minutes} minutes would not start before the maintenance: {window_words(begin, now)}",
+            f"set it below {max(1, int(left))} to start now" if left >= 2 else "jobs wait until it is over",
             "scheduler",
         )
 

@@ -74,6 +74,7 @@ class JobStatus:
         None  # seconds of its first allocation in the queue, so far where it waits; None where nobody tells
     )
     wait_bound: float | None = None  # seconds that were foreseen as its 90 % bound; None where the queue was not asked
+    hopeless: bool = False  # it is queued for what waiting does not bring
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,8 @@ def job_status(
     state, reason = _state(progress, recent, scheduler, cluster, cancelled=look.cancelled_by(job.id))
     if state == "lost" and recent and _just_ended(recent[-1], progress, now, grace=grace(job.scheduler)):
         state, reason = "running", "it has ended well: its results are on their way here"
+    if scheduler.released and state in ("failed", "diverged", "lost"):
+        reason = f"{reason}; {scheduler.released}"
     until = now if state in ("running", "suspended") else progress.measured_at
     elapsed, nodes = _elapsed(attempts, until=until), {task.id: task.nodes for task in tasks}
     newest = tasks[-1]
@@ -194,6 +197,7 @@ def job_status(
         links=_links(job, newest),
         wait=_wait(job, recent, state, now),
         wait_bound=job.wait_bound,
+        hopeless=state == "queued" and scheduler.hopeless,
     )
 
 

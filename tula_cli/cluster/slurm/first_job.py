@@ -171,6 +171,11 @@ def inspect_on_node(
     finally:
         job.note(over=True)
     told, complaint = read_text(log), read_text(log.with_suffix(".err"))
+    if not log.exists():
+        raise SchedulerError(
+            f"job {job.id}, which builds the model and the dataset, has left no log in {log.parent}",
+            "its node cannot write there: choose a folder on a file system that all nodes share with --run-dir",
+        )
     if not told.strip():
         raise not_started(interpreter(spec), complaint)
     found = understood(told, complaint)

@@ -64,7 +64,11 @@ class ScriptWriter(submitit.SlurmExecutor):
                 f'{job} Comment="{GAVE_UP} after $tula_waited s: $tula_why"',
                 f"tula_next=$({pending} | sort -n | head -n 1)",
                 f'[ -z "$tula_next" ] || scontrol update JobId="$tula_next" StartTime=now+{LONGEST_DELAY}minutes'
-                f' Comment="{DELAYED} by {LONGEST_DELAY} min, because job $SLURM_JOB_ID gave up: $tula_why"',
+                + (
+                    ""
+                    if comment
+                    else f' Comment="{DELAYED} by {LONGEST_DELAY} min, because job $SLURM_JOB_ID gave up: $tula_why"'
+                ),
             ],
             on_resume=[f"{job} Comment={shlex.quote(comment)}"],
         )

@@ -126,6 +126,13 @@ def test_golden_script_is_sound_bash(name: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_job_starts_in_the_folder_that_it_asks_for_and_gets_its_comment_back(tmp_path: Path) -> None:
+    task = probe(spec({"extra": {"chdir": "/scratch/a b", "comment": "it's ours"}}))
+    script = SlurmLauncher().script(RunDir(tmp_path / "gold-12345678"), task)
+    assert "cd '/scratch/a b'\n" in script and "SLURM_SUBMIT_DIR" not in script
+    assert """Comment='it'"'"'s ours'""" in script and "tula: delayed" not in script
+
+
 # --- emptiness
 
 

@@ -2,8 +2,9 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import submitit
 
@@ -41,22 +42,19 @@ class ScriptWriter(submitit.SlurmExecutor):
         setup = self.parameters.get("setup") or []
         # SLURM fails a job whose log it cannot open, so the script opens it.
         self.update_parameters(
-            setup=[*self._open_log(str(options.get("comment", ""))), *setup],
+            setup=[*self._open_log(options), *setup],
             additional_parameters={"output": NOWHERE, "error": NOWHERE, **options},
         )
         return str(self._make_submission_file_text(command or self._submitit_command_str, ""))
 
-    def _open_log(self, comment: str) -> Sequence[str]:
-        """Return the lines that open the log.
-
-        Args:
-            comment: of the job, when it has nothing to report.
-        """
+    def _open_log(self, options: Mapping[str, Any]) -> Sequence[str]:
+        """Return the lines that open the log; a comment among the options of sbatch is put back after a wait."""
+        comment = str(options.get("comment", ""))
         job = 'scontrol update JobId="$SLURM_JOB_ID"'
         pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'
         return open_log(
             log_word(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
-            folder='"$SLURM_SUBMIT_DIR"',
+            folder=shlex.quote(str(options["chdir"])) if "chdir" in options else '"$SLURM_SUBMIT_DIR"',
             patience=self._patience,
             python=self._interpreter,
             on_wait=[f'{job} Comment="{WAITS}: $tula_why"'],

@@ -27,6 +27,8 @@ The plan (optional keys with what they stand for when left out):
     rehearsal    mode train: {"checkpoint": pattern, absolute; "after": steps; "ask": "", a signal's name, "file:PATH" or
                  "hooks"; "ask_at": the step at whose end it is asked; "settled": seconds (2)}: rank 0 kills itself (SIGKILL)
                  so many steps after the first checkpoint, once that has not changed for so long
+    schedule     mode train, true: rows tell where torch's scheduler of the optimizer stands: {"schedule": {"name", "at": its
+                 steps so far, "moves": whether it will change the learning rate again, null if that is not known}}
     save         true: look for requests to save (mode train);  checkpoint: the path that the callback is given
     ags          adaptive gradient scaling around the script's optimizer, null for none: "code" (the folder with the package
                  tula_ags: the optimizers, which need Python 3.10 and torch 2.6), "settings" (as a preset spells them),

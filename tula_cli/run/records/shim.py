@@ -64,6 +64,7 @@ class ShimPlan(Record):
     checkpoint: str = ""
     ags: AgsPlan | None = None
     rehearsal: Killing | None = None
+    schedule: bool = False  # rows tell where the scheduler stands
 
 
 class ScriptStep(Record):

@@ -40,6 +40,7 @@ class Plan:
     checkpoint: str
     ags: dict[str, Any] | None
     rehearsal: dict[str, Any] | None
+    schedule: bool
 
     @property
     def training(self) -> bool:
@@ -101,6 +102,7 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         checkpoint=str(given.get("checkpoint", "")),
         ags=_part(path, given, "ags", AGS),
         rehearsal=_part(path, given, "rehearsal", REHEARSAL),
+        schedule=bool(given.get("schedule", False)),
     )
 
 

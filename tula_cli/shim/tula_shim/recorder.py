@@ -11,6 +11,7 @@ from .hooks.batches import Delivered
 from .hooks.ddp_split import DdpSplit
 from .hooks.killing import Killing
 from .hooks.optimizers import Optimizers
+from .hooks.schedules import Schedule
 from .place import own_rank, world
 from .plan import Plan
 from .pulse import Pulse
@@ -70,8 +71,8 @@ class Recorder:
         self.peaks: dict[str, dict[str, int]] = {}
         self.intervals: dict[str, list[Interval]] = {}
         self.pulse = Pulse(self.plan)
-        if self.ags is not None:
-            self.pulse.more = self.ags.report
+        self.pulse.more = self._row_extras
+        self.schedule = Schedule()
         self.killing = Killing(self.plan)
         self._told: float | None = None
         self._trouble: OSError | None = None
@@ -143,6 +144,10 @@ class Recorder:
         self.split.after_step()
         self.gap, self.backwards = 0, 0
         return not self.plan.training and self._next_phase()
+
+    def _row_extras(self) -> dict[str, Any]:
+        scaled = self.ags.report() if self.ags is not None else {}
+        return {**scaled, **(self.schedule.report(self.optimizers.clock) if self.plan.schedule else {})}
 
     def _first_step(self) -> None:
         self.rank, self.world = own_rank() or 0, world(by_hand=self.by_hand)

@@ -11,7 +11,13 @@ from typing import Any
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts import checkpoints
-from tula_cli.cluster.scripts.rehearsing.traces import error_line, learning_rates, trained
+from tula_cli.cluster.scripts.rehearsing.traces import (
+    error_line,
+    learning_rate_curve,
+    learning_rates,
+    schedule_seen,
+    trained,
+)
 from tula_cli.cluster.scripts.values import Place, own, values
 from tula_cli.models.resuming import judged
 from tula_cli.run.directory import RunDir
@@ -192,6 +198,8 @@ class ScriptRehearsal:
             phase=start.phase, batch=start.batch, length=start.length, whole=_whole(self.task, start.length, size),
             ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,
             first_lr=rows[0].get("lr") if rows else None, dataset_size=size,
+            rates=learning_rate_curve(rows, start.batch),
+            schedule=schedule_seen(rows, after=killed.steps if killed is not None else 0),
         )  # fmt: skip
         if killed is not None and start.phase == "begin":
             before = [row for row in rows if row["step"] <= killed.steps]

@@ -133,6 +133,8 @@ class RunningAttempt:
             if self._script is not None:
                 self._script.begin()
             stopped = self._watch(group)
+            if self._script is not None and (moved := self._script.put_aside()):
+                output.write(f"tula: {moved}\n".encode())
         if stopped:
             return stopped
         child, code = group.failed() or (0, 0)

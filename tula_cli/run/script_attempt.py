@@ -93,6 +93,19 @@ class ScriptAttempt:
         rows = json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)
         return [row for row in rows if row["kind"] == "gap"]
 
+    def changed_files(self, host: str) -> list[dict[str, Any]]:
+        """Return what the processes of a node have written down of the files that they change, by process."""
+        return [row for path in listing(self.path, f"files-{host}-*.jsonl") for row in json_lines(path)]
+
+    @property
+    def aside(self) -> Path:
+        """The folder of what was written outside of the script's own one."""
+        return self.path / "aside"
+
+    def put_aside(self) -> list[str]:
+        """Return what was put there, or left changed, by all nodes, in words."""
+        return [row["text"] for row in json_lines(self.path / "aside.jsonl")]
+
     def heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)
 

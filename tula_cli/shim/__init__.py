@@ -29,6 +29,7 @@ The plan (optional keys with what they stand for when left out):
                  so many steps after the first checkpoint, once that has not changed for so long
     schedule     mode train, true: rows tell where torch's scheduler of the optimizer stands: {"schedule": {"name", "at": its
                  steps so far, "moves": whether it will change the learning rate again, null if that is not known}}
+    files        folders whose files are the script's to write; where it is given, each process writes down what else it changes
     save         true: look for requests to save (mode train);  checkpoint: the path that the callback is given
     ags          adaptive gradient scaling around the script's optimizer, null for none: "code" (the folder with the package
                  tula_ags: the optimizers, which need Python 3.10 and torch 2.6), "settings" (as a preset spells them),
@@ -52,6 +53,9 @@ Each rank writes, every JSON file whole or not at all:
                            shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that held an
                            evaluation, a save or a new epoch: step, samples, "before" it, time, seconds, causes;
                            {"kind": "note"}: "text"
+    files-<host>-<pid>.jsonl  with "files": {"path", "folder", "late": whether training had begun, "existed": whether it was there
+                           before this start, "copy": of what was there; null with existed if it was too large}, before each change;
+                           {"stepped": Unix time of the first step}
     rehearsal.json         rank 0 of a rehearsal, once there is a checkpoint: the "steps" and its "samples" before it, "dataset"
                            (samples that the data loader says it has), and whether the end of this process came: "killed"
 

@@ -23,7 +23,9 @@ class NotMeasured(Exception):
     """Why a start of a script is no measurement; its words are for the user."""
 
 
-def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, cores: int) -> Measured:
+def measured(
+    task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, cores: int, notes: Sequence[str] = ()
+) -> Measured:
     """Return the result of a probe.
 
     Args:
@@ -31,6 +33,7 @@ def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, 
         ranks: what each has written, by rank.
         local_batch: of the probe.
         cores: of this node, to tell whether ranks shared them.
+        notes: for the user, beside those of rank 0.
 
     Raises:
         NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
@@ -72,7 +75,7 @@ def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, 
             parameters=first.parameters,
             lr=first.lr,
             lr_given=_lr_given(task, local_batch * world),
-            notes=first.notes,
+            notes=(*first.notes, *notes),
         ),
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tula_cli import words
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
+from tula_cli.cluster.scripts.put_aside import put_aside
 from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import own
@@ -118,6 +119,10 @@ class ScriptWatch:
         """Write down what they have told at their end."""
         self._next_row = 0.0
         self.follow()
+
+    def put_aside(self) -> str:
+        """Undo what a probe or a resume test has written outside of its own folder on this node; return it in words."""
+        return "" if isinstance(self.task, TrainTask) else put_aside(self.attempt)
 
     def _adopt_failures(self) -> None:
         """Write down, as a worker does, what the shims of these ranks have seen."""

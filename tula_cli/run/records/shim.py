@@ -65,6 +65,7 @@ class ShimPlan(Record):
     ags: AgsPlan | None = None
     rehearsal: Killing | None = None
     schedule: bool = False  # rows tell where the scheduler stands
+    files: tuple[str, ...] | None = None  # folders to write in; what else is changed is written down; None: nothing is
 
 
 class ScriptStep(Record):

@@ -54,6 +54,8 @@ def install() -> None:
     except PlanError as error:
         sys.exit(str(error))
     mine.hooked = True
+    if mine.files is not None:
+        mine.files.listen()
     if mine.ags is not None:
         _hook_ags(mine)
     _hook_optimizers(mine)
@@ -164,6 +166,8 @@ def _hook_gaps(mine: Recorder) -> None:
     def saving(*arguments: Any, **named: Any) -> Any:
         mine.disturbed(SAVE)
         mine.alive(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
+        if mine.files is not None:
+            mine.files.changing(named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None, resolve=True)
         return save(*arguments, **named)
 
     torch.nn.Module.train = switched  # type: ignore[method-assign]

@@ -41,6 +41,7 @@ class Plan:
     ags: dict[str, Any] | None
     rehearsal: dict[str, Any] | None
     schedule: bool
+    files: list[str] | None
 
     @property
     def training(self) -> bool:
@@ -103,6 +104,7 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         ags=_part(path, given, "ags", AGS),
         rehearsal=_part(path, given, "rehearsal", REHEARSAL),
         schedule=bool(given.get("schedule", False)),
+        files=given.get("files"),
     )
 
 

@@ -9,6 +9,7 @@ from .clocks import HostClock, Mark, clock, peak, process_age, reset_peak
 from .hooks.ags_steps import AgsSteps
 from .hooks.batches import Delivered
 from .hooks.ddp_split import DdpSplit
+from .hooks.files import Files
 from .hooks.killing import Killing
 from .hooks.optimizers import Optimizers
 from .hooks.schedules import Schedule
@@ -44,6 +45,7 @@ class Recorder:
         self.hooked = False  # into torch
         self.over = False  # nothing more is recorded
         self.stopping = False  # the process was asked to end
+        self.files = Files(plan.folder, plan.files) if plan.files is not None else None
         self.forget()
 
     def forget(self) -> None:
@@ -153,6 +155,8 @@ class Recorder:
         self.rank, self.world = own_rank() or 0, world(by_hand=self.by_hand)
         self.startup = process_age()
         self._clock = clock()
+        if self.files is not None:
+            self.files.first_step()
         self.pulse.rank = self.rank
 
     def _take_notes(self) -> None:

@@ -16,7 +16,7 @@ The plan (optional keys with what they stand for when left out):
     task         name of the task;  attempt: its start, from 1. Both are only repeated in what is written
     folder       where results go: of this attempt alone, made by the launcher or the shim
     mode         "probe": measure and stop; "train": count steps and samples, never stop by itself
-    expected     {"world", "batch", "accumulate", "lr"}, null or left out where nothing is claimed: repeated in the result
+    expected     {"world", "batch", "accumulate", "lr", "dataset"}, null or left out where nothing is claimed: repeated in the result
                  and compared on tula's side (`models/claims.py`)
     warmup       steps that are not timed (5)
     steps        timed steps; or min_steps, max_steps and seconds: as many as fit in that time (15)
@@ -47,7 +47,7 @@ Each rank writes, every JSON file whole or not at all:
                            what the plan asks for cannot be done in this script; "batch_norm": "batch", "sync" (all over the
                            ranks) or "", by what the process held
     heartbeat-<rank>.json  from the first step on: "step", "samples", "stepped_at" (Unix time of the last step), "seconds"
-                           (median of the last 100 steps), "alive_at" (of the last step or batch), "lost" (why the shim gave
+                           (median of the last 100 steps), "step_samples" (median of the last 20 on this rank, null if unknown), "alive_at" (of the last step or batch), "lost" (why the shim gave
                            up, else null: a training goes on without it)
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags" (factors and
                            shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that held an

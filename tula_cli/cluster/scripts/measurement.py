@@ -7,7 +7,7 @@ from statistics import median
 from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts.values import learning_rate, own
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.claims import JointStep, clean_steps, mismatches
+from tula_cli.models.claims import JointStep, clean_steps, dataset_size, mismatches
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.records.components import ModelStates, PeakMemory
@@ -183,7 +183,7 @@ def _dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
         NotMeasured: nobody says.
     """
     known = own(task.spec).known_dataset_size
-    told = ranks[0].loader.dataset if ranks[0].loader is not None else None
+    told = dataset_size(ranks)
     if known is None and told is None:
         raise NotMeasured(
             "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from tula_cli.cluster.rank_start import tells_ranks, world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
-from tula_cli.models.claims import broken_claims
+from tula_cli.models import claims
 from tula_cli.models.resuming import NO_STEP
 from tula_cli.models.time.changes.step_change import change_of
 from tula_cli.run.directory import RunDir
@@ -43,6 +43,7 @@ class ScriptTraining:
 
     run: RunDir
     task: TrainTask
+    _first_steps: list[RankResult] = field(default_factory=list, compare=False)
 
     @property
     def training(self) -> TrainingRun:
@@ -104,17 +105,40 @@ class ScriptTraining:
 
     # --- how far it is
 
-    @cached_property
+    @property
     def dataset_size(self) -> int | None:
-        """Samples of an epoch: as the spec says, else as probes have seen; None where neither tells."""
-        known = own(self.task.spec).known_dataset_size
+        """Samples of an epoch: as the spec says, else as probes or the training's own first steps have shown."""
+        known = own(self.task.spec).known_dataset_size or self._measured_size
+        return claims.dataset_size(self._begun) if known is None and self._begun else known
+
+    @cached_property
+    def _measured_size(self) -> int | None:
         measured = (result.dataset_size for result in self.run.read().results if isinstance(result, Measured))
-        return known if known is not None else next(measured, None)
+        return next(measured, None)
+
+    @property
+    def _begun(self) -> Sequence[RankResult]:
+        """The first steps of the first start at this batch, which had the whole dataset before it; empty until it has them."""
+        if not self._first_steps:
+            attempts = self.run.attempts(self.task.id)
+            begun = ScriptAttempt(self.run.path, self.task.id, attempts[0].number).begun() if attempts else []
+            if begun and len(begun) >= begun[0].world:
+                self._first_steps.extend(begun)
+        return self._first_steps
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples that an epoch trains on: those of the dataset without what the loader drops, with what it repeats."""
+        size, seen = self.dataset_size, claims.epoch_samples(self._begun)
+        by_loader = claims.dataset_size(self._begun) if self._begun else None
+        if own(self.task.spec).length.epochs is None or seen is None or by_loader != size:
+            return size  # a loader of a part of the dataset tells nothing of an epoch
+        return seen
 
     @property
     def total(self) -> int | None:
         """Samples of the whole training."""
-        size = self.dataset_size
+        size = self.epoch_samples
         return None if size is None else section.samples(own(self.task.spec), size)
 
     def base(self, command: LeaderCommand) -> tuple[int, int]:
@@ -151,7 +175,8 @@ class ScriptTraining:
             self._add("warning", self.base(command)[0], message=note)
         row = attempt.newest_row(0)
         samples, steps = self._reached(command, beat.step, beat.samples)
-        left = None if self.total is None else max(0, self.total - samples) / self.task.batch * beat.seconds
+        batch = (beat.step_samples or 0) * self.world or self.task.batch
+        left = None if self.total is None else max(0, self.total - samples) / batch * beat.seconds
         self._add(
             "step",
             samples,
@@ -163,6 +188,28 @@ class ScriptTraining:
             **({"ags": row["ags"]} if "ags" in row else {}),
         )
         return beat.step
+
+    def follow_batch(self, attempt: ScriptAttempt, command: LeaderCommand, *, before: float) -> float:
+        """Warn of steps that have come to train on another number of samples; return that of the newest steps.
+
+        Args:
+            attempt: what its ranks' shims write.
+            command: what it was started with.
+            before: samples of a step that were seen, or asked for, until now.
+        """
+        beat = attempt.heartbeat(0)
+        seen = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
+        changed = claims.changed_batch(seen, before=before)
+        if beat is None or changed is None:
+            return before
+        samples, steps = self._reached(command, beat.step, beat.samples)
+        words = (
+            f"by step {steps} a step has come to train on {changed:g} samples, and the command was given a batch of"
+            f" {self.task.batch}: step time, cost and learning rate were predicted for {self.task.batch}. Does the script"
+            " accumulate more, or enlarge its batch, after its first steps?"
+        )
+        self._add("warning", samples, message=words)
+        return changed
 
     def look(self, pace: "ScriptPace", attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Say where steps have come to take another time."""
@@ -229,11 +276,11 @@ class ScriptTraining:
 
     def _epoch(self, samples: int) -> float | None:
         """Return the epochs of so many samples; None where nothing has told how many one has."""
-        return samples / self.dataset_size if self.dataset_size else None
+        return samples / self.epoch_samples if self.epoch_samples else None
 
     def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
         """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""
-        words = broken_claims(ranks, resumed=bool(command.checkpoint))
+        words = claims.broken_claims(ranks, resumed=bool(command.checkpoint))
         return ExitReason("user", words) if words else None
 
     # --- after an attempt

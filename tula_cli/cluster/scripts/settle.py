@@ -88,7 +88,9 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
         return reason
     cores = len(os.sched_getaffinity(0))
     try:
-        result = measured(task, ranks, notes=attempt.put_aside(), local_batch=command.batch // command.ranks, cores=cores)
+        result = measured(
+            task, ranks, notes=attempt.put_aside(), local_batch=command.batch // command.ranks, cores=cores
+        )
         run.write_result(result)
         with run.open_log(run.log_path(task.id, command.attempt)) as log:
             log.write(f"{result.told}\n".encode())

@@ -106,6 +106,7 @@ class ScriptStart:
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self._splits if counted else None,
             lr=values.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
+            dataset=None if script.dataset_size == "auto" else script.dataset_size,
         )
         search, start = spec.search, self.command.rehearsal
         return ShimPlan(

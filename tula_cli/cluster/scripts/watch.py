@@ -67,6 +67,7 @@ class ScriptWatch:
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _step: int = 0
+    _batch: float = 0.0  # samples of a step that were seen last; 0 before any were
     _broken: ExitReason | None = None
     _held: bool = False  # the first steps of all ranks against what is claimed
 
@@ -87,6 +88,9 @@ class ScriptWatch:
             before, self._step = self._step, self.training.follow(self.attempt, self.command, after=self._step)
             if self._step > before:
                 self._tell(self.training)
+            self._batch = self.training.follow_batch(
+                self.attempt, self.command, before=self._batch or self.command.batch
+            )
             self.training.look(self._pace, self.attempt, self.command)
             if not self._held and (begun := self.attempt.begun()):
                 self._broken = self.training.broken_claims(begun, self.command)

@@ -144,6 +144,7 @@ def _hook_backward(mine: Recorder) -> None:
     def backward(*arguments: Any, **named: Any) -> Any:
         done = run(*arguments, **named)
         mine.backwards += 1
+        mine.delivered.trained()
         mine.split.after_backward(mine.mark)
         return done
 
@@ -167,7 +168,9 @@ def _hook_gaps(mine: Recorder) -> None:
         mine.disturbed(SAVE)
         mine.alive(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
         if mine.files is not None:
-            mine.files.changing(named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None, resolve=True)
+            mine.files.changing(
+                named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None, resolve=True
+            )
         return save(*arguments, **named)
 
     torch.nn.Module.train = switched  # type: ignore[method-assign]

@@ -90,7 +90,7 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         task=given["task"],
         attempt=int(number("attempt", 1, 1)),
         mode=one_of("mode", "probe", "train"),
-        expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr")},
+        expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr", "dataset")},
         warmup=int(number("warmup", 5, 1)),
         min_steps=low,
         max_steps=int(number("max_steps", max(low, steps), low)),

@@ -58,7 +58,7 @@ def schedule_seen(rows: Sequence[Mapping[str, Any]], *, after: int) -> Schedule 
     None without one, or with too few steps to see how it counts.
     """
     told = [(row["step"], row["schedule"]) for row in rows if row.get("schedule")]
-    if not told or told[-1][0] - told[0][0] < 2:  # noqa: PLR2004 - two steps show whether it counts them
+    if not told or told[-1][0] - told[0][0] < 2:
         return None
     counted = (told[-1][1]["at"] - told[0][1]["at"]) / (told[-1][0] - told[0][0])
     _, seen = next((row for row in told if row[0] > after), told[-1])

@@ -100,7 +100,7 @@ class Files:
             return  # a descriptor, or a file object
         place = os.fsdecode(path)
         if isinstance(dir_fd, int) and dir_fd >= 0:
-            place = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), place)  # noqa: PTH115, PTH118
+            place = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), place)  # noqa: PTH118
         place = os.path.realpath(place) if resolve else os.path.abspath(place)  # noqa: PTH100
         if self._seen.get(place) == self.stepped:
             return

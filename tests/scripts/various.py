@@ -306,7 +306,7 @@ for epoch in range(start, options.epochs if not options.max_steps else 10**9):
         batches = (batch for part in ([first], iterator) for batch in part)
     else:
         batches = iter(loader)
-    for batch_index, (x, y) in enumerate(batches):
+    for batch_index, (x, y) in enumerate(batches):  # noqa: B007 - read by set_rate
         set_rate()
         parts = micro_batches()
         train_batch(x, y, parts)

@@ -13,6 +13,7 @@ from tula_cli.spec.parts.of_search import LEAST_STEPS
 
 _USUAL = 0.5  # what goes on in more than this share of the steps is how the script steps, not a disturbance
 _SAME_POWER = 0.1  # between two exponents of the batch
+STREAM = "_InfiniteConstantSampler"  # torch's, of an IterableDataset
 _SAME_BATCH = 0.1  # share by which the samples of a step may come to differ before that is a change
 _ABOUT = 0.05  # share by which a dataset_size that a person has given may be off
 
@@ -159,6 +160,8 @@ def _epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
     if low <= seen <= high or math.ceil(seen) == high:
         return None
     given = ranks[0].expected.dataset
+    if given is not None and loader.sampler == STREAM:
+        return None  # its length is what the dataset says of itself, of a rank's part or of all
     if (given is not None or _hold_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
         return None  # a round figure, or shards that differ in their length
     told = f"{size} samples" if given is None else f"script.dataset_size: {given}"

@@ -77,7 +77,12 @@ def _no_checkpoint(begin: Rehearsed | None) -> str:
     if begin.ended == "failed":
         return f"not rehearsed: at batch {begin.batch} it failed before it went on: {begin.why}"
     if begin.saved_samples is None and not begin.steps:
-        return f"not rehearsed: at batch {begin.batch} {NO_STEP}"
+        why = (
+            f"no optimizer step of torch was seen; the last line of the script is: {begin.why}"
+            if begin.why
+            else NO_STEP
+        )
+        return f"not rehearsed: at batch {begin.batch} {why}"
     if begin.saved_samples is None and begin.ended == "cut":
         within = f"within {duration(begin.seconds)} at batch {begin.batch}"
         return (
@@ -186,10 +191,10 @@ def _schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: f
     little of its curve a short training shows. All others are judged by the learning rates that were used.
     """
     at, before, after = f"at batch {half.batch}", same.schedule, half.schedule
-    if before is not None and after is not None and after.per_step and after.moves is not False:
-        if abs(before.at - after.at) <= 1 < after.at:
-            why = f"it counts steps, as its checkpoint does, and a step of {half.batch} samples is another share of the training"
-            return f"{at} its schedule ({after.name}) goes on at step {after.at} as at batch {same.batch}: {why}"
+    counts = before is not None and after is not None and after.per_step and after.moves is not False
+    if before is not None and after is not None and counts and abs(before.at - after.at) <= 1 < after.at:
+        why = f"it counts steps, and those before the checkpoint were of {begin.batch} samples"
+        return f"{at} its schedule ({after.name}) goes on at step {after.at} as at batch {same.batch}: {why}"
     differing = [_first_difference(begin, same, half, factor) for factor in _factors(same, half, ratio)]
     if not differing or not all(differing):
         return ""

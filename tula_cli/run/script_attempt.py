@@ -83,6 +83,10 @@ class ScriptAttempt:
         """Return what a rank of a training has noted at its first step."""
         return [row["text"] for row in self.rows(rank) if row["kind"] == "note"]
 
+    def loads(self, rank: int) -> list[dict[str, Any]]:
+        """Return the files that a rank of a training had loaded by its first step: path, and when each was written."""
+        return [row for row in self.rows(rank) if row["kind"] == "load"]
+
     def newest_row(self, rank: int) -> dict[str, Any]:
         """Return the last row of where a rank stands, if it is among the last lines: the file grows for days."""
         rows = reversed(list(json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)))

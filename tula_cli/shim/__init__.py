@@ -52,7 +52,7 @@ Each rank writes, every JSON file whole or not at all:
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags" (factors and
                            shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that held an
                            evaluation, a save or a new epoch: step, samples, "before" it, time, seconds, causes;
-                           {"kind": "note"}: "text"
+                           {"kind": "note"}: "text"; {"kind": "load"}: "path" of a file that torch.load has read before the first step, "written"
     files-<host>-<pid>.jsonl  with "files": {"path", "folder", "late": whether training had begun, "existed": whether it was there
                            before this start, "copy": of what was there; null with existed if it was too large}, before each change;
                            {"stepped": Unix time of the first step}

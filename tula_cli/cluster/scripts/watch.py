@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tula_cli import words
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
+from tula_cli.cluster.scripts.printed_metrics import no_step
 from tula_cli.cluster.scripts.put_aside import put_aside
 from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import ScriptTraining
@@ -20,7 +21,6 @@ from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.host.processes import carrying, inner_id
-from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import Measured
@@ -225,8 +225,9 @@ class ScriptWatch:
             failure.where == "shim" for failure in self.attempt.failures()
         ):  # it goes on without being watched
             return None
+        log = self.run.log_path(self.task.id, self.command.attempt)
         limit = f"{self._first_step_within / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
-        return ExitReason("user", f"ended {limit}: {NO_STEP}", self.ranks.start, node_name())
+        return ExitReason("user", f"ended {limit}: {no_step(log)}", self.ranks.start, node_name())
 
     @cached_property
     def _first_step_within(self) -> float:

@@ -173,6 +173,14 @@ def _hook_gaps(mine: Recorder) -> None:
             )
         return save(*arguments, **named)
 
+    load = torch.load
+
+    @functools.wraps(load)
+    def loading(*arguments: Any, **named: Any) -> Any:
+        mine.loading(named["f"] if "f" in named else arguments[0] if arguments else None)
+        return load(*arguments, **named)
+
+    torch.load = loading
     torch.nn.Module.train = switched  # type: ignore[method-assign]
     torch.save = saving
 

@@ -95,5 +95,9 @@ class Pulse:
         """Write what is to be known of the training."""
         self._append(kind="note", step=step, samples=self.samples, time=time.time(), text=text)
 
+    def load(self, path: str, written: float) -> None:
+        """Write that a file was loaded before the first step."""
+        self._append(kind="load", path=path, written=written)
+
     def _append(self, **row: Any) -> None:
         append_row(self.plan.folder / f"steps-{self.rank}.jsonl", row)

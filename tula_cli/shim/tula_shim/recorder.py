@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any, NamedTuple
 
 from .agreement import NoStoreError, agree
@@ -45,6 +47,7 @@ class Recorder:
         self.hooked = False  # into torch
         self.over = False  # nothing more is recorded
         self.stopping = False  # the process was asked to end
+        self.loads: dict[str, float] = {}  # path -> when it was written (Unix time)
         self.files = Files(plan.folder, plan.files) if plan.files is not None else None
         self.forget()
 
@@ -96,6 +99,14 @@ class Recorder:
                 self.pulse.write() if at_once else self.pulse.alive()
             except OSError as error:
                 self._trouble = error
+
+    def loading(self, path: Any) -> None:
+        """Take note of a file that is loaded before the first step of a training: it may be a checkpoint of its own."""
+        if self.step or not self.plan.training or not isinstance(path, (str, os.PathLike)):
+            return
+        place = os.path.realpath(path)
+        with contextlib.suppress(OSError):  # the script's own call says so
+            self.loads[place] = os.stat(place).st_mtime  # noqa: PTH116
 
     def mark(self) -> Mark:
         return self._clock.mark()
@@ -158,6 +169,8 @@ class Recorder:
         if self.files is not None:
             self.files.first_step()
         self.pulse.rank = self.rank
+        for path, written in self.loads.items():
+            self.pulse.load(path, written)
 
     def _take_notes(self) -> None:
         for text in self.ags.said() if self.ags is not None else ():

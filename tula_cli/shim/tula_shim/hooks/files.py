@@ -45,7 +45,7 @@ class Files:
             "os.truncate": lambda path, *_: self.changing(path),
             "os.link": lambda _, path, *__: self.changing(path),
             "os.symlink": lambda _, path, *__: self.changing(path),
-            "os.mkdir": lambda path, mode=0, dir_fd=-1: self.changing(path, dir_fd, folder=True),
+            "os.mkdir": lambda path, _mode=0, dir_fd=-1: self.changing(path, dir_fd, folder=True),
             "sqlite3.connect": lambda path, *_: self.changing(path, resolve=True),
         }
         self._handlers = handlers
@@ -104,7 +104,7 @@ class Files:
         place = os.path.realpath(place) if resolve else os.path.abspath(place)  # noqa: PTH100
         if self._seen.get(place) == self.stepped:
             return
-        if place.startswith(self.ignored) or any(part.startswith(CACHES) for part in place.split(os.sep)):
+        if place.startswith(self.ignored) or any(f"{os.sep}{name}" in place for name in CACHES):
             return
         first = place not in self._seen
         self._seen[place] = self.stepped

@@ -34,7 +34,15 @@ parser.add_argument("--accumulation", default="none")
 parser.add_argument("--peek", default="none")
 parser.add_argument("--samples", default="sampler")
 parser.add_argument("--slow", type=float, default=0.0)
+parser.add_argument("--home", default="", help="working directory, and what ~ is")
+parser.add_argument("--prepare", action="store_true", help="write a file before the first step")
 options = parser.parse_args()
+if options.home:
+    os.chdir(options.home)
+    os.environ["HOME"] = options.home
+if options.prepare:
+    with open("prepared.txt", "w") as prepared:
+        prepared.write("tokens")
 
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 if world > 1:

@@ -79,7 +79,7 @@ def _missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     """
     word = shlex.split(script.command)[0]
     python = shutil.which(word) if PYTHON.fullmatch(Path(word).name) else None
-    if python is None or Path(python).parent == Path(sys.executable).parent or spec.cluster.setup:
+    if python is None or Path(python).parent == Path(sys.executable).parent or getattr(spec.cluster, "setup", None):
         return ()
     try:
         tried = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, timeout=IMPORT_SECONDS)

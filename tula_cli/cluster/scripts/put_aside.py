@@ -42,7 +42,8 @@ def put_aside(attempt: ScriptAttempt) -> str:
     if stepped is None:
         return ""
     folders = sorted({Path(row["path"]) for row in rows if row.get("folder") and not row["existed"]}, reverse=True)
-    moved, remaining = [], []
+    moved: list[str] = []
+    remaining: list[str] = []
     for file in _changed_files(rows, folders, since=stepped):
         try:
             restored = _restore(file, attempt.aside / file.path.relative_to("/"))

@@ -78,6 +78,8 @@ PARTS = (
     cases("bounded-grid", 0.5, "tests/e2e/test_main_job.py"),
     cases("on-a-cluster", 2.0, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
+    cases("other-peoples-loops", 1.0, "tests/shim/test_other_peoples_loops.py"),
+    cases("other-peoples-scripts", 2.0, "tests/e2e/test_other_peoples_scripts.py"),
     cases("out-of-memory", 1.4, "tests/e2e/test_out_of_memory.py"),
     cases("own-batches", 3.0, "tests/e2e/test_own_batches.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),

@@ -1,13 +1,14 @@
 """With which batch a script may go on, from planted traces: the figures are those of scripts that were tried."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tula_cli.cluster.scripts.rehearsing.traces import error_line, trained
-from tula_cli.models.resuming import judged
-from tula_cli.run.records.rehearsals import Rehearsed
+from tula_cli.cluster.scripts.rehearsing.traces import error_line, learning_rate_curve, schedule_seen, trained
+from tula_cli.models.resuming import Judgement, judged
+from tula_cli.run.records.rehearsals import Rehearsed, Schedule
 from tula_cli.spec.scripts.own_script import Length
 
 
@@ -182,3 +183,141 @@ def test_the_line_that_tells_is_that_of_the_exception() -> None:
     keys = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'optimizer'\n"
     assert error_line(keys, "KeyError") == "KeyError: 'optimizer'"
     assert error_line("", "SystemExit") == "SystemExit"
+
+
+TOTAL, SAVED = 3840, 1280
+"""Samples of three epochs, and of the first."""
+
+
+def cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
+
+
+def wave(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+Curve = Callable[[float, int], float]
+"""A learning rate, by the share of the training that is over and the batch: of 32, or of 16 after it went on from 32."""
+
+
+def by_steps(schedule: Callable[[float], float]) -> Curve:
+    """A schedule that counts steps of 32 samples: at 16 it goes on twice as fast from the checkpoint."""
+    at = SAVED / TOTAL
+    return lambda share, batch: schedule(at + (share - at) * 32 / batch)
+
+
+def by_new_total(schedule: Callable[[float], float]) -> Curve:
+    """A schedule that keeps its count of steps, and takes the total of the new batch."""
+    at = SAVED / TOTAL
+    return lambda share, batch: schedule(share if batch == 32 else at / 2 + (share - at))
+
+
+def of_samples(schedule: Callable[[float], float], factor: float = 1.0) -> Curve:
+    return lambda share, batch: schedule(share) * (1.0 if batch == 32 else factor)
+
+
+STEPWISE: dict[str, Callable[[float], float]] = {
+    "cosine": cosine,
+    "a wave that rises again": wave,
+    "linear": lambda share: max(0.0, 1 - share),
+    "halves": lambda share: 0.1 ** (share // 0.25),
+    "exponential": lambda share: 0.01**share,
+    "restarts": lambda share: cosine(share % 0.5 * 2),
+    "stable, then decay": lambda share: min(1.0, max(0.0, (1 - share) / 0.25)),
+    "inverse root": lambda share: 1 / math.sqrt(1 + 120 * share),
+    "slow, of a long training": lambda share: cosine(share / 1000),
+    "warm-up": lambda share: min(1.0, share / 0.9),
+}
+EPOCHS = {
+    "cosine by epochs": lambda share: cosine(int(share * 3) / 3),
+    "steps by epochs": lambda share: 0.1 ** int(share * 3),
+}
+
+
+def resumed(batch: int, curve: Curve) -> Rehearsed:
+    steps = range((TOTAL - SAVED) // batch)
+    rates = tuple((batch * (step + 1), 0.1 * curve((SAVED + batch * step) / TOTAL, batch)) for step in steps)
+    return start("same" if batch == 32 else "half", batch, TOTAL - SAVED, first_lr=rates[0][1], rates=rates)
+
+
+def curves_judged(curve: Curve, ratio: float | None = 1.0) -> Judgement:
+    after = [0.1 * curve((SAVED + 32 * step) / TOTAL, 32) for step in (0, 2)]
+    return judged(
+        [begin(SAVED, next_lr=after[0], lr_step=abs(after[1] - after[0])), resumed(32, curve), resumed(16, curve)],
+        lr_ratio=ratio,
+    )
+
+
+@pytest.mark.parametrize("name", STEPWISE)
+@pytest.mark.parametrize("ratio", [1.0, None])
+def test_a_schedule_that_counts_the_old_steps_goes_on_at_the_same_batch_alone(name: str, ratio: float | None) -> None:
+    found = curves_judged(by_steps(STEPWISE[name]), ratio)
+    assert found.verdict == "same" and len(found.faults) == 1 and "at batch 16 its learning rate" in found.faults[0]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "exponential", "inverse root"])
+def test_a_count_of_steps_that_is_kept_beside_a_new_total_is_found(name: str) -> None:
+    assert curves_judged(by_new_total(STEPWISE[name]), None).verdict == "same"
+
+
+@pytest.mark.parametrize("name", [*STEPWISE, *EPOCHS])
+@pytest.mark.parametrize(("factor", "ratio"), [(1.0, 1.0), (0.5, 0.5), (0.5, None), (math.sqrt(0.5), None)])
+def test_a_schedule_of_samples_or_epochs_may_go_on_at_another_batch(
+    name: str, factor: float, ratio: float | None
+) -> None:
+    found = curves_judged(of_samples({**STEPWISE, **EPOCHS}[name], factor), ratio)
+    assert found.verdict == "epoch" and not found.faults, found.faults
+
+
+def test_a_least_learning_rate_that_is_not_scaled_is_no_fault() -> None:
+    def floored(share: float, batch: int) -> float:
+        return 0.01 + ((1.0 if batch == 32 else 0.5) - 0.01) * cosine(share)
+
+    assert curves_judged(floored, 0.5).verdict == "epoch"
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict"),
+    [
+        ((24, 24, True, True), "same"),  # beyond what a short training shows
+        ((24, 24, True, None), "same"),
+        ((24, 24, True, False), "epoch"),  # constant from here on
+        ((24, 48, True, True), "epoch"),  # counted anew, by the new batch
+        ((1, 1, False, True), "epoch"),  # epochs
+    ],
+)
+def test_a_scheduler_that_goes_on_at_the_step_of_the_old_batch_is_found(
+    seen: tuple[int, int, bool, bool | None], verdict: str
+) -> None:
+    before, after, per_step, moves = seen
+
+    def stands(at: int) -> Schedule:
+        return Schedule(name="StepLR", at=at, per_step=per_step, moves=moves)
+
+    starts = [
+        begin(schedule=stands(before)),
+        SAME.model_copy(update={"schedule": stands(before)}),
+        start("half", 16, 2560, schedule=stands(after)),
+    ]
+    found = judged(starts, lr_ratio=1.0)
+    assert found.verdict == verdict and all("StepLR" in fault for fault in found.faults)
+
+
+def test_a_schedule_that_is_not_restored_is_found_although_its_learning_rate_is_right() -> None:
+    before, after = (Schedule(name="LambdaLR", at=at, per_step=True, moves=True) for at in (24, 0))
+    found = judged([begin(schedule=before), SAME.model_copy(update={"schedule": after})], lr_ratio=1.0)
+    assert found.faults == ("at batch 32 its schedule (LambdaLR) goes on at step 0, and stood at 24",)
+
+
+def test_what_rows_tell_of_a_schedule() -> None:
+    def told(step: int, at: int) -> dict[str, Any]:
+        return {"step": step, "lr": 0.1 * step, "schedule": {"name": "torch.optim.StepLR", "at": at, "moves": True}}
+
+    by_step = [told(step, step - 1) for step in range(1, 9)]
+    assert schedule_seen(by_step, after=4) == Schedule(name="StepLR", at=4, per_step=True, moves=True)
+    by_epoch = [told(step, step // 4) for step in range(1, 9)]
+    assert schedule_seen(by_epoch, after=0) == Schedule(name="StepLR", at=0, per_step=False, moves=True)
+    assert schedule_seen([{"step": 1, "lr": 0.1}], after=0) is None
+    many = learning_rate_curve([{"step": step, "lr": step / 1e4} for step in range(1, 1001)], 32)
+    assert len(many) <= 401 and many[0] == (32, 1e-4) and many[-1] == (32_000, 0.1)

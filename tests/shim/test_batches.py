@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tula_cli.shim.tula_shim.hooks.batches import LENGTH, Delivered, find_samples
+from tula_cli.shim.tula_shim.hooks.batches import LENGTH, Delivered, content, epoch_samples, find_samples
 
 
 class Tensor(NamedTuple):
@@ -99,3 +99,94 @@ def test_a_type_that_cannot_be_asked_is_not_counted_and_does_no_harm() -> None:
         delivered.add(1, (batch, LABELS), waited=0.0, size=8)
     assert delivered.take() == {1: [0, 2, 0.0]}
     assert delivered.samples() is None
+
+
+class Iterator:
+    """Stands for one of a data loader."""
+
+
+def play(events: str) -> list[list[float]]:
+    """Return what each step counts of a sequence of events, and at the end what is left.
+
+    A capital begins the iterator of that name, its small letter delivers 8 samples of it; | is a backward pass, . a step.
+    """
+    delivered, iterators, steps = Delivered(), {}, []
+    for event in events.replace(" ", ""):
+        if event.isupper():
+            iterators[event.lower()] = Iterator()
+            delivered.begin_pass(1, iterators[event.lower()])
+        elif event == "|":
+            delivered.trained()
+        elif event == ".":
+            steps.append(delivered.take().get(1, [0, 0])[0] / 8)
+        else:
+            delivered.add(1, IMAGES, waited=0.0, size=8, iterator=iterators[event])
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("events", "steps"),
+    [
+        ("A a|. a|. B b|.", [1, 1, 1]),
+        ("A a B b|. b|.", [1, 1]),  # next(iter(loader)), then an epoch
+        ("A a|. a|. B b C c|. c|.", [1, 1, 1, 1]),  # at each epoch
+        ("A aaaa B b|. b|.", [1, 1]),  # a pass that takes mean and deviation
+        ("A aa B bb C c|. c|.", [1, 1]),  # twice
+        ("A a a|a|. a|a|.", [3, 2]),  # micro-batches; one of them without a backward pass of its own
+        ("A a|. B b|. C c|.", [1, 1, 1]),  # an iterator for each batch
+        ("A a B b|. C c D d|. E e F f|.", [1, 2, 2]),  # two of them a step: known from the second step on
+        ("A B a b|. a b|.", [2, 2]),  # two at once
+        ("A a B b|. a b|. a b|.", [1, 3, 2]),  # the same, begun in turn
+        ("A a. a. B b.", [1, 1, 1]),  # no backward pass of torch
+        ("A a|. a B b|. b|.", [1, 2, 1]),  # one batch ahead, over the end of an epoch
+    ],
+)
+def test_a_batch_that_is_only_looked_at_does_not_count(events: str, steps: list[float]) -> None:
+    assert play(events) == steps
+
+
+class Loader:
+    """What `facts` asks of a torch DataLoader."""
+
+    def __init__(self, dataset: object, size: int | None, *, drop_last: bool = False, order: object = None) -> None:
+        self.dataset, self.batch_size, self.drop_last, self.num_workers = dataset, size, drop_last, 0
+        self.sampler = order if order is not None else dataset
+        self.batch_sampler = self
+
+    def __len__(self) -> int:
+        count, size = len(self.sampler), self.batch_size or 1  # type: ignore[arg-type]
+        return count // size if self.drop_last else -(-count // size)
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (Loader(range(100), 32, drop_last=True), 96),
+        (Loader(range(100), 32), 100),
+        (Loader(range(100), 32, order=range(52)), 52),  # a DistributedSampler that repeats some
+        (Loader(range(100), 32, drop_last=True, order=range(50)), 32),
+        (Loader(range(100), None), None),
+    ],
+)
+def test_an_epoch_holds_what_its_loader_delivers(loader: Loader, samples: int | None) -> None:
+    assert epoch_samples(loader) == samples
+
+
+class Holding:
+    def __init__(self, **held: object) -> None:
+        vars(self).update(held)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (Holding(indices=range(0, 10, 2)), Holding(indices=range(1, 10, 2)), False),
+        (Holding(files=["a", "c"]), Holding(files=["b", "d"]), False),
+        (Holding(_fingerprint="1"), Holding(_fingerprint="2"), False),
+        (Holding(dataset=Holding(indices=[0])), Holding(dataset=Holding(indices=[1])), False),
+        (Holding(files=["a"], rank=0), Holding(files=["a"], rank=1), True),  # of one dataset, on two ranks
+        (Holding(rank=0), Holding(rank=1), True),  # nothing to compare
+    ],
+)
+def test_parts_of_a_dataset_are_told_apart(one: object, other: object, alike: bool) -> None:
+    assert (content(one) == content(other)) is alike

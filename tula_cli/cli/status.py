@@ -130,6 +130,9 @@ def cancel(
     ] = None,
     named: MaybeRun = None,
     root: Root = RUNS,
+    yes: Annotated[  # noqa: ARG001
+        bool, typer.Option("--yes", "-y", help="Accepted as elsewhere; cancel never asks.")
+    ] = False,
 ) -> None:
     """End a run's jobs; what was measured or saved stays."""
     from tula_cli.cluster import launcher

@@ -14,6 +14,7 @@ from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.group import RankGroup, RankSpawner
 from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus, ranks_of, runs_script
 from tula_cli.cluster.relaunch import finished
+from tula_cli.cluster.scripts.printed_metrics import no_step
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
 from tula_cli.cluster.scripts.watch import ScriptWatch
@@ -24,7 +25,6 @@ from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
 from tula_cli.host.network import node_name
-from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_gone
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -133,6 +133,8 @@ class RunningAttempt:
             if self._script is not None:
                 self._script.begin()
             stopped = self._watch(group)
+            if self._script is not None and (moved := self._script.put_aside()):
+                output.write(f"tula: {moved}\n".encode())
         if stopped:
             return stopped
         child, code = group.failed() or (0, 0)
@@ -294,7 +296,8 @@ class RunningAttempt:
         if time.monotonic() <= self.deadline:
             return None
         unseen = self._script is not None and not self._script.stepped
-        return ExitReason("cancelled", _overdue(self.task) + f", and {NO_STEP}" * unseen)
+        why = f", and {no_step(self.run.log_path(self.task.id, self.attempt.number))}" if unseen else ""
+        return ExitReason("cancelled", _overdue(self.task) + why)
 
     def _judge(self, exited: RankExit) -> ExitReason:
         if self._script is not None:

@@ -13,6 +13,9 @@ from tula_cli.spec.parts.of_search import LEAST_STEPS
 
 _USUAL = 0.5  # what goes on in more than this share of the steps is how the script steps, not a disturbance
 _SAME_POWER = 0.1  # between two exponents of the batch
+STREAM = "_InfiniteConstantSampler"  # torch's, of an IterableDataset
+_SAME_BATCH = 0.1  # share by which the samples of a step may come to differ before that is a change
+_ABOUT = 0.05  # share by which a dataset_size that a person has given may be off
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,13 @@ def _batch(ranks: Sequence[RankResult]) -> Mismatch | None:
     samples = [step.samples for step in joint_steps(ranks) if not step.causes]
     if expected is None or not samples or None in samples:
         return None
-    seen = median(sample for sample in samples if sample is not None)
+    known = [sample for sample in samples if sample is not None]
+    at_first, at_last = median(known), median(known[len(known) // 2 :])
+    seen = at_first if at_first != expected else at_last
     if seen == expected:
         return None
-    words = f"the command was given a batch of {expected} and a step trains on {seen:g} samples"
+    later = " at the last" if at_first == expected else ""
+    words = f"the command was given a batch of {expected} and a step{later} trains on {seen:g} samples"
     hint = "are {local_batch}, {micro_batch} and {accumulate} what its options mean?"
     return Mismatch("batch", str(expected), f"{seen:g}", f"{words}: {hint}")
 
@@ -147,14 +153,52 @@ def _epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
     """Hold the steps of an epoch against the dataset: floor or ceiling, as the last batch is dropped or not."""
     loader, batch = ranks[0].loader, ranks[0].expected.batch
     micro = median([step.batches or 0 for step in ranks[0].timed] or [0])
-    if batch is None or loader is None or loader.dataset is None or loader.batches is None or not micro:
+    size = dataset_size(ranks)
+    if batch is None or size is None or loader is None or loader.batches is None or not micro:
         return None
-    low, high = loader.dataset // batch, math.ceil(loader.dataset / batch)
-    if low <= loader.batches / micro <= high or math.ceil(loader.batches / micro) == high:
+    low, high, seen = size // batch, math.ceil(size / batch), loader.batches / micro
+    if low <= seen <= high or math.ceil(seen) == high:
         return None
-    seen = math.ceil(loader.batches / micro)
-    words = f"{loader.dataset} samples are {high} steps of {batch}, and the script's epoch has {seen}"
-    return Mismatch("epoch", str(high), str(seen), f"{words}: does each rank take its own part (DistributedSampler)?")
+    given = ranks[0].expected.dataset
+    if given is not None and loader.sampler == STREAM:
+        return None  # its length is what the dataset says of itself, of a rank's part or of all
+    if (given is not None or _hold_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
+        return None  # a round figure, or shards that differ in their length
+    told = f"{size} samples" if given is None else f"script.dataset_size: {given}"
+    words = f"{told} are {high} steps of {batch}, and the script's epoch has {math.ceil(seen)}"
+    hint = "does each rank take its own part (DistributedSampler)?"
+    if given is None:
+        hint += " If it does, give script.dataset_size, the samples of all ranks"
+    return Mismatch("epoch", str(high), str(math.ceil(seen)), f"{words}: {hint}")
+
+
+def dataset_size(ranks: Sequence[RankResult]) -> int | None:
+    """Return the samples of an epoch over all ranks: as given, else of the shards together, else of the one dataset."""
+    given, sizes = ranks[0].expected.dataset, [rank.loader.dataset if rank.loader else None for rank in ranks]
+    if given is not None:
+        return given
+    if _hold_shards(ranks) and None not in sizes:
+        return sum(size for size in sizes if size is not None)
+    return sizes[0]
+
+
+def _hold_shards(ranks: Sequence[RankResult]) -> bool:
+    """Return whether each rank has made a dataset of its own part: what they hold differs between any two."""
+    contents = [rank.loader.content if rank.loader is not None else "" for rank in ranks]
+    return len(contents) > 1 and "" not in contents and len(set(contents)) == len(contents) == ranks[0].world
+
+
+def epoch_samples(ranks: Sequence[RankResult]) -> int | None:
+    """Return the samples that an epoch trains on over all ranks, without dropped ones; None if a loader does not tell."""
+    counts = [rank.loader.epoch_samples if rank.loader is not None else None for rank in ranks]
+    if not counts or None in counts or len(counts) < ranks[0].world:
+        return None
+    return sum(count for count in counts if count is not None)
+
+
+def changed_batch(seen: float | None, *, before: float) -> float | None:
+    """Return the samples of a step (all ranks) if they have come to differ from those before; None if not, or unknown."""
+    return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _SAME_BATCH else seen
 
 
 def differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:

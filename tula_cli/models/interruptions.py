@@ -102,12 +102,11 @@ def saving(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -
         saves: what its trainings have written.
         dataset_size: samples of an epoch; None where nothing tells it.
     """
-    resume = script.resume
-    if resume is None:
+    resume, seen = script.resume, list(saves)
+    if resume is None and not seen:  # there are some of a script that was seen to resume by itself
         return Saving(goes_on=False, asked=script.save)
-    seen = list(saves)
     if not seen:
-        said = resume.every
+        said = resume.every if resume is not None else None
         in_steps = said if isinstance(said, int) else None
         return Saving(True, script.save, epochs=1 if said == "epoch" else None, steps=in_steps)
     if epochs := _whole_epochs(seen, dataset_size):

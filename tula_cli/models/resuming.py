@@ -9,6 +9,10 @@ from tula_cli.words import duration, number, percent
 
 LR_TOLERANCE = 0.01
 """Share by which a learning rate may differ from the expected one, beside what its schedule does in two steps."""
+CURVE_TOLERANCE = 0.03
+"""The same at equal samples of two curves, as a share of the range that they pass through: a slow schedule moves little."""
+ROUNDING = 1e-6
+"""Relative, of a learning rate that is a 32-bit number or was written on a command line."""
 NO_STEP = (
     "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
     " -I, -E and -S?"
@@ -55,8 +59,10 @@ def judged(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> Judgement:
     if half is None:
         return Judgement("same", (*first.told, "not rehearsed at another batch"), first.faults)
     second = _resumed(begin, half, lr_ratio=lr_ratio)
-    told, faults = (*first.told, *second.told), (*first.faults, *second.faults)
-    if not (second.exact and not first.faults):
+    schedule = "" if second.faults else _schedule_fault(begin, same, half, lr_ratio)
+    told = (*first.told, *second.told, *([schedule] if schedule else []))
+    faults = (*first.faults, *second.faults, *([schedule] if schedule else []))
+    if not second.exact or first.faults or schedule:
         return Judgement("same", told, faults)
     return Judgement("epoch" if _at_epoch_end(begin) else "any", told, faults)
 
@@ -71,7 +77,12 @@ def _no_checkpoint(begin: Rehearsed | None) -> str:
     if begin.ended == "failed":
         return f"not rehearsed: at batch {begin.batch} it failed before it went on: {begin.why}"
     if begin.saved_samples is None and not begin.steps:
-        return f"not rehearsed: at batch {begin.batch} {NO_STEP}"
+        why = (
+            f"no optimizer step of torch was seen; the last line of the script is: {begin.why}"
+            if begin.why
+            else NO_STEP
+        )
+        return f"not rehearsed: at batch {begin.batch} {why}"
     if begin.saved_samples is None and begin.ended == "cut":
         within = f"within {duration(begin.seconds)} at batch {begin.batch}"
         return (
@@ -101,7 +112,7 @@ def _resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None) -> _
     if not start.steps and start.ended == "cut":
         return _Resumed(told=(f"not rehearsed {at}: no step within {duration(start.seconds)}",))
     counted = _samples(begin, start)
-    lr = _learning_rate(begin, start, lr_ratio)
+    lr = _learning_rate(begin, start, lr_ratio) or (_schedule_lost(begin, start) if start.batch == begin.batch else "")
     faults = (*([lr] if lr else []), *counted.faults)
     told = (*([lr] if lr else []), *counted.told)
     return _Resumed(counted.exact and not faults, counted.useless, told, faults)
@@ -149,7 +160,7 @@ def _learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None) -> s
     """Return what is wrong with the first learning rate after the checkpoint; empty where nothing is, or none is told."""
     if begin.next_lr is None or start.first_lr is None:
         return ""
-    ratios = [ratio] if ratio is not None else [1.0, 0.5, math.sqrt(0.5)]  # those by which scripts scale it themselves
+    ratios = _ratios(ratio)
     slack = LR_TOLERANCE * abs(begin.next_lr) + begin.lr_step
     if any(abs(start.first_lr - begin.next_lr * one) <= slack * one for one in ratios):
         return ""
@@ -158,3 +169,67 @@ def _learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None) -> s
         f"it was {number(expected, 4)} there at first" if ratios[0] == 1.0 else f"{number(expected, 4)} was asked for"
     )
     return f"at batch {start.batch} its learning rate is {number(start.first_lr, 4)} after the checkpoint, and {asked}"
+
+
+def _ratios(ratio: float | None) -> list[float]:
+    """Return what the learning rate at half the batch may be relative to the whole: as asked, else as scripts scale it."""
+    return [ratio] if ratio is not None else [1.0, 0.5, math.sqrt(0.5)]
+
+
+def _schedule_lost(begin: Rehearsed, same: Rehearsed) -> str:
+    """Return that the schedule does not go on where it stood at the checkpoint, although the learning rate hides that."""
+    before, after = begin.schedule, same.schedule
+    if before is None or after is None or after.moves is False or abs(before.at - after.at) <= 1:
+        return ""
+    return f"at batch {same.batch} its schedule ({after.name}) goes on at step {after.at}, and stood at {before.at}"
+
+
+def _schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:
+    """Return why the schedule of half the batch is not that of the whole at equal samples; empty if it is.
+
+    A scheduler that counts optimizer steps and goes on at the step of the checkpoint is wrong at another batch, however
+    little of its curve a short training shows. All others are judged by the learning rates that were used.
+    """
+    at, before, after = f"at batch {half.batch}", same.schedule, half.schedule
+    counts = before is not None and after is not None and after.per_step and after.moves is not False
+    if before is not None and after is not None and counts and abs(before.at - after.at) <= 1 < after.at:
+        why = f"it counts steps, and those before the checkpoint were of {begin.batch} samples"
+        return f"{at} its schedule ({after.name}) goes on at step {after.at} as at batch {same.batch}: {why}"
+    differing = [_first_difference(begin, same, half, factor) for factor in _factors(same, half, ratio)]
+    if not differing or not all(differing):
+        return ""
+    samples, seen, expected = max(point for point in differing if point is not None)
+    figures = f"{number(seen, 4)} after {samples} samples, and {number(expected, 4)} was due there"
+    return f"{at} its learning rate is {figures}: the schedule counts steps of the batch before"
+
+
+def _factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:
+    """Return by what the curve of the whole batch may be multiplied: what the first steps show, if that is allowed."""
+    if not same.rates or not half.rates:
+        return []
+    first, other = same.rates[0][1], half.rates[0][1]
+    seen = other / first if first > 0 else 0.0
+    close = [seen for one in _ratios(ratio) if abs(seen - one) <= LR_TOLERANCE * one]
+    return [*close, *_ratios(ratio)]
+
+
+def _first_difference(
+    begin: Rehearsed, same: Rehearsed, half: Rehearsed, factor: float
+) -> tuple[int, float, float] | None:
+    """Return samples, learning rate and the due one where the curve of half the batch first leaves that of the whole.
+
+    Around each point the whole batch's curve is taken over the samples by which epochs of the two may be apart.
+    """
+    values = [rate for _, rate in same.rates]
+    slack = CURVE_TOLERANCE * (max(values) - min(values)) + ROUNDING * max(values)
+    for samples, rate in half.rates:
+        apart = _tolerance(begin, half, samples)
+        if samples > same.rates[-1][0] + apart:
+            break
+        low = max((place for place, _ in same.rates if place <= samples - apart), default=0)
+        high = min((place for place, _ in same.rates if place >= samples + apart), default=same.rates[-1][0])
+        near = [value for place, value in same.rates if low <= place <= high]
+        if near and not factor * (min(near) - slack) <= rate <= factor * (max(near) + slack):
+            due = min(near, key=lambda value: abs(factor * value - rate))
+            return samples, rate, factor * due
+    return None

@@ -83,6 +83,10 @@ class ScriptAttempt:
         """Return what a rank of a training has noted at its first step."""
         return [row["text"] for row in self.rows(rank) if row["kind"] == "note"]
 
+    def loads(self, rank: int) -> list[dict[str, Any]]:
+        """Return the files that a rank of a training had loaded by its first step: path, and when each was written."""
+        return [row for row in self.rows(rank) if row["kind"] == "load"]
+
     def newest_row(self, rank: int) -> dict[str, Any]:
         """Return the last row of where a rank stands, if it is among the last lines: the file grows for days."""
         rows = reversed(list(json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)))
@@ -92,6 +96,19 @@ class ScriptAttempt:
         """Return the rows, among the last lines, of steps that held an evaluation, a save or a new epoch."""
         rows = json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)
         return [row for row in rows if row["kind"] == "gap"]
+
+    def changed_files(self, host: str) -> list[dict[str, Any]]:
+        """Return what the processes of a node have written down of the files that they change, by process."""
+        return [row for path in listing(self.path, f"files-{host}-*.jsonl") for row in json_lines(path)]
+
+    @property
+    def aside(self) -> Path:
+        """The folder of what was written outside of the script's own one."""
+        return self.path / "aside"
+
+    def put_aside(self) -> list[str]:
+        """Return what was put there, or left changed, by all nodes, in words."""
+        return [row["text"] for row in json_lines(self.path / "aside.jsonl")]
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)

@@ -14,6 +14,7 @@ from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.models.ramp.stage_nodes import no_place
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Measured
 from tula_cli.services.profile import node_hours_at_most
 from tula_cli.services.profiling.allowed_nodes import allowed_nodes, too_short
 from tula_cli.services.profiling.computing import settings
@@ -29,6 +30,7 @@ from tula_cli.services.profiling.planned_lengths import (
 )
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.profiling.worth import Worth, worth
+from tula_cli.services.progress.probe_notes import notes
 from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.search import ON_ALL_NODES, largest_local_batch, probes
@@ -211,7 +213,14 @@ def check(
         price=price_words(spec.pricing),
         problems=(*problems, *_nowhere(spec, inspection, jobs), *impossible, *_over_budget(spec, node_hours, later)),
         lengths=lengths,
-        warnings=(*_unknown(later), *lengths_left_out(lengths), *_warnings(spec, inspection, jobs), *tight, *dear),
+        warnings=(
+            *_unknown(later),
+            *lengths_left_out(lengths),
+            *_warnings(spec, inspection, jobs),
+            *tight,
+            *dear,
+            *_scaled_part(run),
+        ),
         unsettled=later,
         settings=settings(spec, inspection),
         interruption=cost_of_interruption(run, spec),
@@ -219,6 +228,12 @@ def check(
         worth=beside,
         packed=spec.search.packing == "single",
     )
+
+
+def _scaled_part(run: RunDir | None) -> list[str]:
+    """Return what the probes of a script have noted about the model and the optimizer that AGS scales."""
+    measured = [] if run is None else [result for result in run.read().results if isinstance(result, Measured)]
+    return [note for note in notes(measured) if note.startswith("AGS scales")]
 
 
 def _measured(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ The plan (optional keys with what they stand for when left out):
     task         name of the task;  attempt: its start, from 1. Both are only repeated in what is written
     folder       where results go: of this attempt alone, made by the launcher or the shim
     mode         "probe": measure and stop; "train": count steps and samples, never stop by itself
-    expected     {"world", "batch", "accumulate", "lr"}, null or left out where nothing is claimed: repeated in the result
+    expected     {"world", "batch", "accumulate", "lr", "dataset"}, null or left out where nothing is claimed: repeated in the result
                  and compared on tula's side (`models/claims.py`)
     warmup       steps that are not timed (5)
     steps        timed steps; or min_steps, max_steps and seconds: as many as fit in that time (15)
@@ -27,6 +27,9 @@ The plan (optional keys with what they stand for when left out):
     rehearsal    mode train: {"checkpoint": pattern, absolute; "after": steps; "ask": "", a signal's name, "file:PATH" or
                  "hooks"; "ask_at": the step at whose end it is asked; "settled": seconds (2)}: rank 0 kills itself (SIGKILL)
                  so many steps after the first checkpoint, once that has not changed for so long
+    schedule     mode train, true: rows tell where torch's scheduler of the optimizer stands: {"schedule": {"name", "at": its
+                 steps so far, "moves": whether it will change the learning rate again, null if that is not known}}
+    files        folders whose files are the script's to write; where it is given, each process writes down what else it changes
     save         true: look for requests to save (mode train);  checkpoint: the path that the callback is given
     ags          adaptive gradient scaling around the script's optimizer, null for none: "code" (the folder with the package
                  tula_ags: the optimizers, which need Python 3.10 and torch 2.6), "settings" (as a preset spells them),
@@ -44,12 +47,15 @@ Each rank writes, every JSON file whole or not at all:
                            what the plan asks for cannot be done in this script; "batch_norm": "batch", "sync" (all over the
                            ranks) or "", by what the process held
     heartbeat-<rank>.json  from the first step on: "step", "samples", "stepped_at" (Unix time of the last step), "seconds"
-                           (median of the last 100 steps), "alive_at" (of the last step or batch), "lost" (why the shim gave
+                           (median of the last 100 steps), "step_samples" (median of the last 20 on this rank, null if unknown), "alive_at" (of the last step or batch), "lost" (why the shim gave
                            up, else null: a training goes on without it)
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags" (factors and
                            shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that held an
                            evaluation, a save or a new epoch: step, samples, "before" it, time, seconds, causes;
-                           {"kind": "note"}: "text"
+                           {"kind": "note"}: "text"; {"kind": "load"}: "path" of a file that torch.load has read before the first step, "written"
+    files-<host>-<pid>.jsonl  with "files": {"path", "folder", "late": whether training had begun, "existed": whether it was there
+                           before this start, "copy": of what was there; null with existed if it was too large}, before each change;
+                           {"stepped": Unix time of the first step}
     rehearsal.json         rank 0 of a rehearsal, once there is a checkpoint: the "steps" and its "samples" before it, "dataset"
                            (samples that the data loader says it has), and whether the end of this process came: "killed"
 

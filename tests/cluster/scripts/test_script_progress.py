@@ -10,7 +10,7 @@ from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import checkpoints, watch
-from tula_cli.cluster.scripts.printed_metrics import found, last_and_best, less_is_better
+from tula_cli.cluster.scripts.printed_metrics import found, last_and_best, last_line, less_is_better, no_step
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
@@ -19,6 +19,7 @@ from tula_cli.models.time.changes.step_change import words
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange
+from tula_cli.run.records.shim import Expected, LoaderSeen, RankResult
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
@@ -470,3 +471,110 @@ def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Pat
     logs = (tmp_path / "log", tmp_path / "none")
     assert found(script, {}, logs, first=True, workdir=tmp_path) == {"acc": [10.0, 20.0]}
     assert found(script, {}, logs, workdir=tmp_path) == {"acc": [10.0, 99.0, 20.0]}, "one file of all ranks, unmarked"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> RunDir:
+    """Return a run of a script that says nothing of a resume, of whose training an attempt was killed and another begins."""
+    script = {"command": "train.py -b {local_batch} --out {out}", "length": {"epochs": 2}, "dataset_size": 800}
+    spec = validate({"script": {**script, "reference": {"batch": 16}}, "cluster": {"device": "cpu"}}, source="test")
+    run = RunDir.create(tmp_path, spec)
+    for number, began in ((1, STARTED), (2, STARTED + 100)):
+        run.write_task(task(run, f"train-x-{number}", 16))
+        run.write_attempt(Attempt(task=f"train-x-{number}", number=1, started_at=began))
+    tells(run, "train-x-1", row("row", 5, STARTED + 10), row("gap", 31, STARTED + 21), step=60, samples=960)
+    run.training("x").write_script_saves(ScriptSaves(lost=(960,)))
+    return run
+
+
+def second_start(run: RunDir, *rows: dict[str, object]) -> tuple[ScriptTraining, tuple[int, int]]:
+    """Let the second attempt step once; return its training, and samples and steps that it is counted from."""
+    training, command = ScriptTraining(run, task(run, "train-x-2", 16)), LeaderCommand(task="train-x-2", attempt=1)
+    attempt = ScriptAttempt(run.path, "train-x-2", 1)
+    tells(run, "train-x-2", *rows, step=1, samples=16.0)
+    attempt.plan_path.write_text("{}")
+    os.utime(attempt.plan_path, (STARTED + 101, STARTED + 101))
+    training.follow(attempt, command, after=0)
+    return training, training.base(command)
+
+
+def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alone: RunDir) -> None:
+    out = ScriptTraining(alone, task(alone, "train-x-2", 16)).out
+    saves(out / "epoch-1", STARTED + 20)
+    load = {"kind": "load", "path": str(out.resolve() / "epoch-1" / "state.json"), "written": STARTED + 20}
+    training, base = second_start(alone, load)
+    assert base == (480, 30)
+    kept = alone.training("x").script_saves()
+    assert (kept.resumes_from, kept.lost) == ("{out}/epoch-*/state.json", (480,))
+    message = next(row for row in alone.training("x").newest_metrics() if row["kind"] == "warning")["message"]
+    assert "resumed by itself" in message and 'resume: {checkpoint: "{out}/epoch-*/state.json"}' in message
+    assert training.goes_on == "same" and training.checkpoint() == out / "epoch-1" / "state.json", "the next start, too"
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        (),
+        ({"kind": "load", "path": "/data/pretrained.pt", "written": STARTED - 1000},),  # of somebody else
+        ({"kind": "load", "path": "/tmp/self.pt", "written": STARTED + 102},),  # that this start has written
+    ],
+)
+def test_a_script_that_loads_nothing_of_its_training_begins_anew(
+    alone: RunDir, load: tuple[dict[str, object], ...]
+) -> None:
+    training, base = second_start(alone, *load)
+    assert base == (0, 0) and training.goes_on == "none" and training.checkpoint() is None
+
+
+def begun(run: RunDir, samples: int | None, *, dataset: int = 800) -> None:
+    """Write what rank 0 has seen of the first steps of the first attempt."""
+    loader = LoaderSeen(
+        dataset=dataset, batches=50, batch_size=16, workers=0, sampler="", drop_last=True, epoch_samples=samples
+    )
+    result = RankResult(
+        version=1, task="train-x-1", attempt=1, why="begun", rank=0, world=1, host="h", pid=1, python="3.8.1",
+        torch="2.0.1", expected=Expected(world=1, batch=16), device="cpu", hardware="", startup=1.0, steps=7,
+        samples=112.0, optimizer="SGD", parameters=1, bytes=None, peak={}, lr=None, warmup=(), timed=(), split=None,
+        loader=loader, loaders=(loader,), notes=(),
+    )  # fmt: skip
+    (ScriptAttempt(run.path, "train-x-1", 1).path / "begun-0.json").write_text(result.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("epoch", "dataset", "total"), [(736, 800, 1472), (816, 800, 1632), (None, 800, 1600), (320, 400, 1600)]
+)
+def test_an_epoch_is_what_the_loader_delivers(alone: RunDir, epoch: int | None, dataset: int, total: int) -> None:
+    begun(alone, epoch, dataset=dataset)
+    training, command = ScriptTraining(alone, task(alone, "train-x-1", 16)), LeaderCommand(task="train-x-1", attempt=1)
+    assert training.total == total
+    heartbeat(alone, "train-x-1", 0, step=92, samples=float(total))
+    settled(alone, training.task, command, ExitReason(None))
+    rows = alone.training("x").newest_metrics()
+    assert not [row for row in rows if row["kind"] == "warning" and "ended after" in row["message"]], rows
+
+
+def test_steps_that_come_to_train_on_more_samples_are_told_with_both_figures(alone: RunDir) -> None:
+    training, command = ScriptTraining(alone, task(alone, "train-x-1", 16)), LeaderCommand(task="train-x-1", attempt=1)
+    attempt, batch = ScriptAttempt(alone.path, "train-x-1", 1), 16.0
+    for step, samples in ((10, 16.0), (20, 16.5), (30, None), (40, 64.0), (50, 64.0), (60, 16.0)):
+        heartbeat(alone, "train-x-1", 0, step=step, step_samples=samples)
+        batch = training.follow_batch(attempt, command, before=batch)
+    rows = [row["message"] for row in alone.training("x").newest_metrics() if row["kind"] == "warning"]
+    assert [message.partition(", and the command was given a batch of 16")[0] for message in rows] == [
+        "by step 40 a step has come to train on 64 samples",
+        "by step 60 a step has come to train on 16 samples",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("loading\nthis needs 2 GPUs\n\ntula: put aside\n", "this needs 2 GPUs"),
+        ("", ""),
+        ("x" * 20_000 + "\nend", "end"),
+    ],
+)
+def test_the_last_line_of_a_script_says_why_it_took_no_step(tmp_path: Path, log: str, line: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert last_line(tmp_path / "log") == line
+    assert (line or "started without -I") in no_step(tmp_path / "log")

@@ -1,8 +1,12 @@
 """What is known of a job with a script before anything is measured: what its spec says, and this machine."""
 
 import os
+import re
 import shlex
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 from tula_cli.errors import SpecError
 from tula_cli.host import devices
@@ -10,6 +14,10 @@ from tula_cli.host.processor import processor_name
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.own_script import Script
+
+PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+IMPORT_SECONDS = 60.0
+"""That importing torch may take; after that nothing is said of it."""
 
 
 def described(spec: JobSpec, script: Script) -> Inspection:
@@ -22,7 +30,7 @@ def described(spec: JobSpec, script: Script) -> Inspection:
     Raises:
         SpecError: nothing bounds the batches that are to be measured, or the command's program is not on this machine.
     """
-    warnings = _missing_program(spec, script)
+    warnings = _missing_program(spec, script) or _missing_torch(spec, script)
     bounds = [bound for bound in (script.known_dataset_size, spec.search.max_batch) if bound is not None]
     if not bounds:
         raise SpecError(
@@ -61,3 +69,26 @@ def _missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if spec.cluster.kind != "local":
         return (f"{what}: the nodes need one",)
     raise SpecError(what, "install it, activate its environment, or write its path")
+
+
+def _missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
+    """Return what to say of a Python, not tula's own, that cannot import torch here but may on a node.
+
+    Raises:
+        SpecError: it is to run here.
+    """
+    word = shlex.split(script.command)[0]
+    python = shutil.which(word) if PYTHON.fullmatch(Path(word).name) else None
+    if python is None or Path(python).parent == Path(sys.executable).parent or getattr(spec.cluster, "setup", None):
+        return ()
+    try:
+        tried = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    if tried.returncode == 0:
+        return ()
+    why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
+    what = f"script.command: {python} cannot import torch: {why}"
+    if spec.cluster.kind != "local":
+        return (f"{what}; on the nodes it has to",)
+    raise SpecError(what, "activate the environment that has it, or write the path of its python")

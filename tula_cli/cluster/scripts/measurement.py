@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import median
 
 from tula_cli.cluster.rank_start import world_size
+from tula_cli.cluster.scripts.printed_metrics import no_step
 from tula_cli.cluster.scripts.values import learning_rate, own
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.claims import JointStep, clean_steps, mismatches
+from tula_cli.models.claims import JointStep, clean_steps, dataset_size, mismatches
 from tula_cli.models.efficiency import Pair, summarise
-from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.records.components import ModelStates, PeakMemory
 from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
 from tula_cli.run.records.shim import RankResult
@@ -23,7 +24,9 @@ class NotMeasured(Exception):
     """Why a start of a script is no measurement; its words are for the user."""
 
 
-def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, cores: int) -> Measured:
+def measured(
+    task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, cores: int, log: Path, notes: Sequence[str] = ()
+) -> Measured:
     """Return the result of a probe.
 
     Args:
@@ -31,17 +34,20 @@ def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, 
         ranks: what each has written, by rank.
         local_batch: of the probe.
         cores: of this node, to tell whether ranks shared them.
+        log: what the command has written.
+        notes: for the user, beside those of rank 0.
 
     Raises:
         NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
     """
     world = world_size(task)
-    steps = _steps(ranks)
+    steps = _steps(ranks, log)
     first = ranks[0]
     waits = [step.wait for step in steps if step.wait is not None]
     sync = _slowest([] if rank.split is None else rank.split.sync for rank in ranks)
     local = _slowest([] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks)
     times = tuple(step.seconds for step in steps)
+    beyond = [_sync_beyond(sync, median(times))] if sync is not None and sync > median(times) else []
     alone = world == 1  # nothing to synchronise: a step is local work
     return Measured(
         **probe_identity(task, local_batch),
@@ -72,8 +78,15 @@ def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, 
             parameters=first.parameters,
             lr=first.lr,
             lr_given=_lr_given(task, local_batch * world),
-            notes=first.notes,
+            notes=(*first.notes, *notes, *beyond),
         ),
+    )
+
+
+def _sync_beyond(sync: float, step: float) -> str:
+    return (
+        f"synchronisation ({1000 * sync:.3g} ms) is longer than the whole step ({1000 * step:.3g} ms), of which it is a part:"
+        " the ranks waited for each other while it was measured; do not rely on it"
     )
 
 
@@ -89,14 +102,14 @@ def _lr_given(task: ProbeTask, batch: int) -> float | None:
     )
 
 
-def _steps(ranks: Sequence[RankResult]) -> Sequence[JointStep]:
+def _steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
     """Return the steps that are to be counted.
 
     Raises:
         NotMeasured: there are too few, or a claim does not hold.
     """
     if not ranks:
-        raise NotMeasured(f"the command ended well, but {NO_STEP}")
+        raise NotMeasured(f"the command ended well, but {no_step(log)}")
     if found := mismatches(ranks):
         raise NotMeasured("; ".join(mismatch.words for mismatch in found))
     if len(ranks) < ranks[0].world:
@@ -107,6 +120,12 @@ def _steps(ranks: Sequence[RankResult]) -> Sequence[JointStep]:
         if ranks[0].why == "stopped":
             raise NotMeasured(f"{error.message}; {error.hint}") from None
         steps = ()
+    if len(steps) < LEAST_STEPS and ranks[0].why == "stopped":
+        raise NotMeasured(
+            f"of {len(ranks[0].timed)} timed steps {len(steps)} held neither an evaluation nor a save nor a new epoch, and"
+            f" {LEAST_STEPS} are needed: raise search.min_steps, or have the script evaluate less often while it is measured"
+            " (script.probe.args)"
+        )
     if len(steps) < LEAST_STEPS:
         raise NotMeasured(
             f"the script ended by itself after {ranks[0].steps} steps, of which {len(steps)} could be timed, and"
@@ -180,7 +199,7 @@ def _dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
         NotMeasured: nobody says.
     """
     known = own(task.spec).known_dataset_size
-    told = ranks[0].loader.dataset if ranks[0].loader is not None else None
+    told = dataset_size(ranks)
     if known is None and told is None:
         raise NotMeasured(
             "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"

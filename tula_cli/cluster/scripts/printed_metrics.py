@@ -2,14 +2,20 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tula_cli.models.resuming import NO_STEP
 from tula_cli.spec.scripts.own_script import Rows, Script
 from tula_cli.spec.scripts.placeholders import fill
 from tula_cli.words import rank_of
 
+TAIL = 16_384
+"""Bytes at the end of a log in which its last line is looked for."""
+MAX_QUOTED = 300
+"""Characters of it that are quoted."""
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE
 )
@@ -42,6 +48,24 @@ def found(
 
 def _of_rank_0(text: str) -> str:
     return "\n".join(line for line in text.split("\n") if rank_of(line) in (None, 0))
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that a command has written, without its rank; empty without one. tula's own do not count."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    own = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
+    return next((line for line in own if line), "")[:MAX_QUOTED]
+
+
+def no_step(log: Path) -> str:
+    """Return that no step was seen, with the last line of the script, which may say why, or else what to look for."""
+    line = last_line(log)
+    return f"no optimizer step of torch was seen; the last line of the script is: {line}" if line else NO_STEP
 
 
 def less_is_better(name: str) -> bool:

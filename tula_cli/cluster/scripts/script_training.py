@@ -1,8 +1,10 @@
 """A training by a script: where it goes on, how far it is, and what came of it."""
 
+import glob
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +14,7 @@ from tula_cli.cluster.rank_start import tells_ranks, world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
-from tula_cli.models.claims import broken_claims
-from tula_cli.models.resuming import NO_STEP
+from tula_cli.models import claims
 from tula_cli.models.time.changes.step_change import change_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
@@ -26,6 +27,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import Rehearsals, ScriptAttempt
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts import section
+from tula_cli.spec.scripts.own_script import Resume
 from tula_cli.spec.signature import rehearsal_signature
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class ScriptTraining:
 
     run: RunDir
     task: TrainTask
+    _first_steps: list[RankResult] = field(default_factory=list, compare=False)
 
     @property
     def training(self) -> TrainingRun:
@@ -62,6 +65,12 @@ class ScriptTraining:
         return (self.training.path / (f"out-{self.task.batch}" if anew else "out")).absolute()
 
     @property
+    def resume(self) -> Resume | None:
+        """How the script goes on: as the spec says, else as it was seen to by itself; None if it begins anew."""
+        given, pattern = own(self.task.spec).resume, self.training.script_saves().resumes_from
+        return Resume(checkpoint=pattern, batch="same") if given is None and pattern else given
+
+    @property
     def _any_batch(self) -> bool:
         return self.goes_on in ("epoch", "any")
 
@@ -71,7 +80,7 @@ class ScriptTraining:
 
         Where that has found its checkpoint to be of no use, nobody's word helps. What was not rehearsed goes on at the same.
         """
-        resume, code = own(self.task.spec).resume, self.run.code(self.task.code)
+        resume, code = self.resume, self.run.code(self.task.code)
         if resume is None:
             return "none"
         key = rehearsal_signature(self.task.spec, code.digest if code is not None else "")
@@ -91,7 +100,7 @@ class ScriptTraining:
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint to go on from; None where it begins anew."""
-        resume, attempts = own(self.task.spec).resume, self.training.attempts()
+        resume, attempts = self.resume, self.training.attempts()
         if not self._any_batch:
             alike = {task.id for task in self.training.tasks() if task.batch == self.task.batch}
             attempts = [attempt for attempt in attempts if attempt.task in alike]
@@ -104,23 +113,89 @@ class ScriptTraining:
 
     # --- how far it is
 
-    @cached_property
+    @property
     def dataset_size(self) -> int | None:
-        """Samples of an epoch: as the spec says, else as probes have seen; None where neither tells."""
-        known = own(self.task.spec).known_dataset_size
+        """Samples of an epoch: as the spec says, else as probes or the training's own first steps have shown."""
+        known = own(self.task.spec).known_dataset_size or self._measured_size
+        return claims.dataset_size(self._begun) if known is None and self._begun else known
+
+    @cached_property
+    def _measured_size(self) -> int | None:
         measured = (result.dataset_size for result in self.run.read().results if isinstance(result, Measured))
-        return known if known is not None else next(measured, None)
+        return next(measured, None)
+
+    @property
+    def _begun(self) -> Sequence[RankResult]:
+        """The first steps of the first start at this batch, which had the whole dataset before it; empty until it has them."""
+        if not self._first_steps:
+            attempts = self.run.attempts(self.task.id)
+            begun = ScriptAttempt(self.run.path, self.task.id, attempts[0].number).begun() if attempts else []
+            if begun and len(begun) >= begun[0].world:
+                self._first_steps.extend(begun)
+        return self._first_steps
+
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples that an epoch trains on: those of the dataset without what the loader drops, with what it repeats."""
+        size, seen = self.dataset_size, claims.epoch_samples(self._begun)
+        by_loader = claims.dataset_size(self._begun) if self._begun else None
+        if own(self.task.spec).length.epochs is None or seen is None or by_loader != size:
+            return size  # a loader of a part of the dataset tells nothing of an epoch
+        return seen
 
     @property
     def total(self) -> int | None:
         """Samples of the whole training."""
-        size = self.dataset_size
+        size = self.epoch_samples
         return None if size is None else section.samples(own(self.task.spec), size)
 
     def base(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and the steps that an attempt begins with."""
         progress = self._progress
-        return (progress.samples, progress.steps) if command.checkpoint and progress is not None else (0, 0)
+        goes_on = command.checkpoint or self._resumed_by_itself(command)
+        return (progress.samples, progress.steps) if goes_on and progress is not None else (0, 0)
+
+    def _resumed_by_itself(self, command: LeaderCommand) -> bool:
+        """Return whether an attempt that was given no checkpoint has loaded one, as was noted at its first step."""
+        return self.training.script_saves().resumed_attempt == (command.task, command.attempt)
+
+    def note_own_resume(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
+        """Notice, at the first step of an attempt, that the script has loaded what an earlier attempt has saved.
+
+        How much that holds is what the earlier one had trained when it was written.
+        """
+        earlier = [one for one in self.training.attempts() if (one.task, one.number) != (command.task, command.attempt)]
+        if own(self.task.spec).resume is not None or command.checkpoint or not earlier:
+            return
+        first = min(one.started_at for one in earlier)
+        loads = [row for row in attempt.loads(0) if first <= row["written"] < _began(attempt)]
+        if not loads:
+            return
+        newest = max(loads, key=lambda row: float(row["written"]))
+        path, written = Path(newest["path"]), float(newest["written"])
+        writer = max((one for one in earlier if one.started_at <= written), key=lambda one: one.started_at)
+        steps, counted = _until(ScriptAttempt(self.run.path, writer.task, writer.number), written)
+        samples, batch = steps * self.task.batch if counted is None else round(counted * self.world), self.task.batch
+        self.training.write_script_progress(
+            ScriptProgress(samples=samples, steps=steps, batch=batch, checkpoint=str(path), saved_at=written)
+        )
+        pattern, known = self._pattern(path), self.training.script_saves()
+        lost = (*known.lost[:-1], *(max(0, value - samples) for value in known.lost[-1:]))
+        update = {"lost": lost, "resumes_from": pattern, "resumed_attempt": (command.task, command.attempt)}
+        self.training.write_script_saves(known.model_copy(update=update))
+        words = (
+            f"the script has resumed by itself from {path.name}, which holds {samples} samples, and is counted from there;"
+            f' so that it is known beforehand, write in section script: resume: {{checkpoint: "{pattern}"}}'
+        )
+        self._add("warning", samples, message=words)
+
+    def _pattern(self, path: Path) -> str:
+        """Return the pattern of checkpoints like one, with * for its numbers."""
+        folder = self.out.resolve()
+        if not path.is_relative_to(folder):
+            return glob.escape(str(path)).replace("{", "{{").replace("}", "}}")
+        name = glob.escape(str(path.relative_to(folder))).replace("{", "{{").replace("}", "}}")
+        return "{out}/" + re.sub(r"\d+", "*", name)
 
     @property
     def _progress(self) -> ScriptProgress | None:
@@ -147,11 +222,14 @@ class ScriptTraining:
         beat = attempt.heartbeat(0)
         if beat is None or beat.step <= after:
             return after
+        if after == 0:
+            self.note_own_resume(attempt, command)
         for note in attempt.notes(0) if after == 0 else ():
             self._add("warning", self.base(command)[0], message=note)
         row = attempt.newest_row(0)
         samples, steps = self._reached(command, beat.step, beat.samples)
-        left = None if self.total is None else max(0, self.total - samples) / self.task.batch * beat.seconds
+        batch = (beat.step_samples or 0) * self.world or self.task.batch
+        left = None if self.total is None else max(0, self.total - samples) / batch * beat.seconds
         self._add(
             "step",
             samples,
@@ -163,6 +241,28 @@ class ScriptTraining:
             **({"ags": row["ags"]} if "ags" in row else {}),
         )
         return beat.step
+
+    def follow_batch(self, attempt: ScriptAttempt, command: LeaderCommand, *, before: float) -> float:
+        """Warn of steps that have come to train on another number of samples; return that of the newest steps.
+
+        Args:
+            attempt: what its ranks' shims write.
+            command: what it was started with.
+            before: samples of a step that were seen, or asked for, until now.
+        """
+        beat = attempt.heartbeat(0)
+        seen = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
+        changed = claims.changed_batch(seen, before=before)
+        if beat is None or changed is None:
+            return before
+        samples, steps = self._reached(command, beat.step, beat.samples)
+        words = (
+            f"by step {steps} a step has come to train on {changed:g} samples, and the command was given a batch of"
+            f" {self.task.batch}: step time, cost and learning rate were predicted for {self.task.batch}. Does the script"
+            " accumulate more, or enlarge its batch, after its first steps?"
+        )
+        self._add("warning", samples, message=words)
+        return changed
 
     def look(self, pace: "ScriptPace", attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Say where steps have come to take another time."""
@@ -229,11 +329,11 @@ class ScriptTraining:
 
     def _epoch(self, samples: int) -> float | None:
         """Return the epochs of so many samples; None where nothing has told how many one has."""
-        return samples / self.dataset_size if self.dataset_size else None
+        return samples / self.epoch_samples if self.epoch_samples else None
 
     def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
         """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""
-        words = broken_claims(ranks, resumed=bool(command.checkpoint))
+        words = claims.broken_claims(ranks, resumed=bool(command.checkpoint))
         return ExitReason("user", words) if words else None
 
     # --- after an attempt
@@ -244,8 +344,9 @@ class ScriptTraining:
         beat = attempt.heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
         samples, steps = self._reached(command, step, counted)
+        log = self.run.log_path(self.task.id, command.attempt)
         if reason.outcome is None and beat is None and not command.checkpoint:
-            return ExitReason("user", f"the command ended well, but {NO_STEP}")
+            return ExitReason("user", f"the command ended well, but {printed_metrics.no_step(log)}")
         if reason.outcome is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
             return broken
         if (

@@ -88,9 +88,10 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
         return reason
     cores = len(os.sched_getaffinity(0))
     try:
-        result = measured(task, ranks, local_batch=command.batch // command.ranks, cores=cores)
+        path, local_batch = run.log_path(task.id, command.attempt), command.batch // command.ranks
+        result = measured(task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.put_aside())
         run.write_result(result)
-        with run.open_log(run.log_path(task.id, command.attempt)) as log:
+        with run.open_log(path) as log:
             log.write(f"{result.told}\n".encode())
     except NotMeasured as error:
         return dataclasses.replace(reason, outcome="user", message=str(error))

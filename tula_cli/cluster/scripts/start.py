@@ -106,6 +106,7 @@ class ScriptStart:
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self._splits if counted else None,
             lr=values.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
+            dataset=None if script.dataset_size == "auto" else script.dataset_size,
         )
         search, start = spec.search, self.command.rehearsal
         return ShimPlan(
@@ -124,6 +125,8 @@ class ScriptStart:
             save=script.save == "hooks",
             checkpoint=self._saved_by_hooks(script),
             ags=scaled.ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
+            schedule=start is not None,
+            files=None if isinstance(self.task, TrainTask) else (str(self._out()),),
             rehearsal=None if self._rehearsed is None or start is None else self._rehearsed.killing(start),
         )
 

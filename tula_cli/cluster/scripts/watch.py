@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from tula_cli import words
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
+from tula_cli.cluster.scripts.printed_metrics import no_step
+from tula_cli.cluster.scripts.put_aside import put_aside
 from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.host.processes import carrying, inner_id
-from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import Measured
@@ -66,6 +67,7 @@ class ScriptWatch:
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _step: int = 0
+    _batch: float = 0.0  # samples of a step that were seen last; 0 before any were
     _broken: ExitReason | None = None
     _held: bool = False  # the first steps of all ranks against what is claimed
 
@@ -86,6 +88,9 @@ class ScriptWatch:
             before, self._step = self._step, self.training.follow(self.attempt, self.command, after=self._step)
             if self._step > before:
                 self._tell(self.training)
+            self._batch = self.training.follow_batch(
+                self.attempt, self.command, before=self._batch or self.command.batch
+            )
             self.training.look(self._pace, self.attempt, self.command)
             if not self._held and (begun := self.attempt.begun()):
                 self._broken = self.training.broken_claims(begun, self.command)
@@ -118,6 +123,10 @@ class ScriptWatch:
         """Write down what they have told at their end."""
         self._next_row = 0.0
         self.follow()
+
+    def put_aside(self) -> str:
+        """Undo what a probe or a resume test has written outside of its own folder on this node; return it in words."""
+        return "" if isinstance(self.task, TrainTask) else put_aside(self.attempt)
 
     def _adopt_failures(self) -> None:
         """Write down, as a worker does, what the shims of these ranks have seen."""
@@ -216,8 +225,9 @@ class ScriptWatch:
             failure.where == "shim" for failure in self.attempt.failures()
         ):  # it goes on without being watched
             return None
+        log = self.run.log_path(self.task.id, self.command.attempt)
         limit = f"{self._first_step_within / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
-        return ExitReason("user", f"ended {limit}: {NO_STEP}", self.ranks.start, node_name())
+        return ExitReason("user", f"ended {limit}: {no_step(log)}", self.ranks.start, node_name())
 
     @cached_property
     def _first_step_within(self) -> float:

@@ -22,6 +22,15 @@ class RehearsalStart(Record):
     seconds: float  # that it may take
 
 
+class Schedule(Record):
+    """The torch scheduler of the script's optimizer, as one start has shown it."""
+
+    name: str
+    at: int  # its steps, at the first step of the start, or the first after its checkpoint
+    per_step: bool  # it steps with each optimizer step, not each epoch
+    moves: bool | None  # whether it will change the learning rate; None if that is not known
+
+
 class Rehearsed(Record):
     """One start of a rehearsal, as it was seen. Samples are those of all ranks."""
 
@@ -36,6 +45,8 @@ class Rehearsed(Record):
     steps: int = 0
     samples: int = 0
     first_lr: float | None = None  # of the first step; None where the optimizer tells none
+    rates: tuple[tuple[int, float], ...] = ()  # samples since the start, and the learning rate there
+    schedule: Schedule | None = None  # None without a scheduler of torch
     outcome: OutcomeClass | None = None  # of what failed
     error: str = ""  # class of the exception
     why: str = ""  # its line

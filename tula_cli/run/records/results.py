@@ -159,6 +159,8 @@ class ScriptSaves(Record):
     left_out: ScriptProgress | None = (
         None  # the newest checkpoint, where the script failed at it and the one before is tried
     )
+    resumes_from: str = ""  # pattern of the checkpoints that the script loads by itself; empty while none was seen
+    resumed_attempt: tuple[str, int] | None = None  # task and number of the attempt in which that was noticed
 
 
 class Evaluated(Record):

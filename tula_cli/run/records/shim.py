@@ -17,6 +17,7 @@ class Expected(Record):
     batch: int | None = None
     accumulate: int | None = None  # micro-batches an optimizer step
     lr: float | None = None
+    dataset: int | None = None  # samples of an epoch
 
 
 class AgsPlan(Record):
@@ -64,6 +65,8 @@ class ShimPlan(Record):
     checkpoint: str = ""
     ags: AgsPlan | None = None
     rehearsal: Killing | None = None
+    schedule: bool = False  # rows tell where the scheduler stands
+    files: tuple[str, ...] | None = None  # folders to write in; what else is changed is written down; None: nothing is
 
 
 class ScriptStep(Record):
@@ -112,6 +115,8 @@ class LoaderSeen(Record):
     workers: int
     sampler: str
     drop_last: bool
+    epoch_samples: int | None = None  # that an epoch delivers on this rank; None if that is not known
+    content: str = ""  # digest of the ends of what the dataset holds; empty if there is nothing to compare
 
 
 class RankResult(Record):
@@ -187,6 +192,7 @@ class Heartbeat(Record):
     samples: float | None
     stepped_at: float
     seconds: float  # median of the last 100 steps
+    step_samples: float | None = None  # median of the last 20 steps, on this rank
     alive_at: float
     lost: str | None
     host: str

@@ -54,6 +54,8 @@ def install() -> None:
     except PlanError as error:
         sys.exit(str(error))
     mine.hooked = True
+    if mine.files is not None:
+        mine.files.listen()
     if mine.ags is not None:
         _hook_ags(mine)
     _hook_optimizers(mine)
@@ -142,6 +144,7 @@ def _hook_backward(mine: Recorder) -> None:
     def backward(*arguments: Any, **named: Any) -> Any:
         done = run(*arguments, **named)
         mine.backwards += 1
+        mine.delivered.trained()
         mine.split.after_backward(mine.mark)
         return done
 
@@ -164,8 +167,20 @@ def _hook_gaps(mine: Recorder) -> None:
     def saving(*arguments: Any, **named: Any) -> Any:
         mine.disturbed(SAVE)
         mine.alive(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
+        if mine.files is not None:
+            mine.files.changing(
+                named["f"] if "f" in named else arguments[1] if len(arguments) > 1 else None, resolve=True
+            )
         return save(*arguments, **named)
 
+    load = torch.load
+
+    @functools.wraps(load)
+    def loading(*arguments: Any, **named: Any) -> Any:
+        mine.loading(named["f"] if "f" in named else arguments[0] if arguments else None)
+        return load(*arguments, **named)
+
+    torch.load = loading
     torch.nn.Module.train = switched  # type: ignore[method-assign]
     torch.save = saving
 

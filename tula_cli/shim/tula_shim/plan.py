@@ -40,6 +40,8 @@ class Plan:
     checkpoint: str
     ags: dict[str, Any] | None
     rehearsal: dict[str, Any] | None
+    schedule: bool
+    files: list[str] | None
 
     @property
     def training(self) -> bool:
@@ -88,7 +90,7 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         task=given["task"],
         attempt=int(number("attempt", 1, 1)),
         mode=one_of("mode", "probe", "train"),
-        expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr")},
+        expected={name: (expected or {}).get(name) for name in ("world", "batch", "accumulate", "lr", "dataset")},
         warmup=int(number("warmup", 5, 1)),
         min_steps=low,
         max_steps=int(number("max_steps", max(low, steps), low)),
@@ -101,6 +103,8 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         checkpoint=str(given.get("checkpoint", "")),
         ags=_part(path, given, "ags", AGS),
         rehearsal=_part(path, given, "rehearsal", REHEARSAL),
+        schedule=bool(given.get("schedule", False)),
+        files=given.get("files"),
     )
 
 

@@ -13,6 +13,7 @@ from .output import append_row, write_json
 from .plan import Plan
 
 REMEMBERED = 100  # steps, for the median
+REMEMBERED_SAMPLES = 20  # steps: a batch that changes is to be seen soon
 
 
 class Pulse:
@@ -29,6 +30,7 @@ class Pulse:
         self._beaten = self._row_at = float("-inf")
         self._stepped_at = 0.0
         self._recent: deque[float] = deque(maxlen=REMEMBERED)
+        self._recent_samples: deque[float] = deque(maxlen=REMEMBERED_SAMPLES)
         self._newest: dict[str, Any] = {}
         self.more: Callable[[], dict[str, Any]] = dict
         """What else a row tells."""
@@ -44,6 +46,8 @@ class Pulse:
         if self._began is not None:
             self._recent.append(now - self._began)
             self.before = self.samples
+            if samples is not None and self.before is not None:
+                self._recent_samples.append(samples - self.before)
         self._began, self.step, self.samples = now, step, samples
         self._stepped_at = time.time()
         self._write_if_due(now)
@@ -64,6 +68,7 @@ class Pulse:
             "samples": self.samples,
             "stepped_at": self._stepped_at,
             "seconds": self.median,
+            "step_samples": statistics.median(self._recent_samples) if self._recent_samples else None,
             "alive_at": time.time(),
             "lost": self.lost,
             "host": socket.gethostname(),
@@ -89,6 +94,10 @@ class Pulse:
     def note(self, step: int, text: str) -> None:
         """Write what is to be known of the training."""
         self._append(kind="note", step=step, samples=self.samples, time=time.time(), text=text)
+
+    def load(self, path: str, written: float) -> None:
+        """Write that a file was loaded before the first step."""
+        self._append(kind="load", path=path, written=written)
 
     def _append(self, **row: Any) -> None:
         append_row(self.plan.folder / f"steps-{self.rank}.jsonl", row)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any, NamedTuple
 
 from .agreement import NoStoreError, agree
@@ -9,8 +11,10 @@ from .clocks import HostClock, Mark, clock, peak, process_age, reset_peak
 from .hooks.ags_steps import AgsSteps
 from .hooks.batches import Delivered
 from .hooks.ddp_split import DdpSplit
+from .hooks.files import Files
 from .hooks.killing import Killing
 from .hooks.optimizers import Optimizers
+from .hooks.schedules import Schedule
 from .place import own_rank, world
 from .plan import Plan
 from .pulse import Pulse
@@ -43,6 +47,8 @@ class Recorder:
         self.hooked = False  # into torch
         self.over = False  # nothing more is recorded
         self.stopping = False  # the process was asked to end
+        self.loads: dict[str, float] = {}  # path -> when it was written (Unix time)
+        self.files = Files(plan.folder, plan.files) if plan.files is not None else None
         self.forget()
 
     def forget(self) -> None:
@@ -70,8 +76,8 @@ class Recorder:
         self.peaks: dict[str, dict[str, int]] = {}
         self.intervals: dict[str, list[Interval]] = {}
         self.pulse = Pulse(self.plan)
-        if self.ags is not None:
-            self.pulse.more = self.ags.report
+        self.pulse.more = self._row_extras
+        self.schedule = Schedule()
         self.killing = Killing(self.plan)
         self._told: float | None = None
         self._trouble: OSError | None = None
@@ -93,6 +99,14 @@ class Recorder:
                 self.pulse.write() if at_once else self.pulse.alive()
             except OSError as error:
                 self._trouble = error
+
+    def loading(self, path: Any) -> None:
+        """Take note of a file that is loaded before the first step of a training: it may be a checkpoint of its own."""
+        if self.step or not self.plan.training or not isinstance(path, (str, os.PathLike)):
+            return
+        place = os.path.realpath(path)
+        with contextlib.suppress(OSError):  # the script's own call says so
+            self.loads[place] = os.stat(place).st_mtime  # noqa: PTH116
 
     def mark(self) -> Mark:
         return self._clock.mark()
@@ -144,11 +158,19 @@ class Recorder:
         self.gap, self.backwards = 0, 0
         return not self.plan.training and self._next_phase()
 
+    def _row_extras(self) -> dict[str, Any]:
+        scaled = self.ags.report() if self.ags is not None else {}
+        return {**scaled, **(self.schedule.report(self.optimizers.clock) if self.plan.schedule else {})}
+
     def _first_step(self) -> None:
         self.rank, self.world = own_rank() or 0, world(by_hand=self.by_hand)
         self.startup = process_age()
         self._clock = clock()
+        if self.files is not None:
+            self.files.first_step()
         self.pulse.rank = self.rank
+        for path, written in self.loads.items():
+            self.pulse.load(path, written)
 
     def _take_notes(self) -> None:
         for text in self.ags.said() if self.ags is not None else ():

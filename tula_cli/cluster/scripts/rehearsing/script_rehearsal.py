@@ -10,8 +10,14 @@ from typing import Any
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import world_size
-from tula_cli.cluster.scripts import checkpoints
-from tula_cli.cluster.scripts.rehearsing.traces import error_line, learning_rates, trained
+from tula_cli.cluster.scripts import checkpoints, printed_metrics
+from tula_cli.cluster.scripts.rehearsing.traces import (
+    error_line,
+    learning_rate_curve,
+    learning_rates,
+    schedule_seen,
+    trained,
+)
 from tula_cli.cluster.scripts.values import Place, own, values
 from tula_cli.models.resuming import judged
 from tula_cli.run.directory import RunDir
@@ -172,7 +178,7 @@ class ScriptRehearsal:
         again = reason.outcome in AGAIN and (not found.starts or self._left(found) > LEAST_SECONDS)
         if again or self.run.cancelled(self.task.job):
             return reason
-        seen = self._seen(command.rehearsal, ScriptAttempt(self.run.path, self.task.id, command.attempt), reason)
+        seen = self._seen(command.rehearsal, command.attempt, reason)
         found = found.model_copy(update={"starts": (*found.starts, seen)})
         self._hand_on(command.rehearsal, seen)
         if self._next(found, self._left(found)) is None:
@@ -180,7 +186,8 @@ class ScriptRehearsal:
         self.files.write(found)
         return reason if seen.ended == "failed" else ExitReason(None, reason.message)
 
-    def _seen(self, start: RehearsalStart, attempt: ScriptAttempt, reason: ExitReason) -> Rehearsed:
+    def _seen(self, start: RehearsalStart, number: int, reason: ExitReason) -> Rehearsed:
+        attempt = ScriptAttempt(self.run.path, self.task.id, number)
         killed, rows = attempt.killed(), [row for row in attempt.rows(0) if row["kind"] == "row"]
         size = own(self.task.spec).known_dataset_size if own(self.task.spec).dataset_size != "auto" else None
         size = size or (killed.dataset if killed is not None else None) or self._measured_size
@@ -192,6 +199,8 @@ class ScriptRehearsal:
             phase=start.phase, batch=start.batch, length=start.length, whole=_whole(self.task, start.length, size),
             ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,
             first_lr=rows[0].get("lr") if rows else None, dataset_size=size,
+            rates=learning_rate_curve(rows, start.batch),
+            schedule=schedule_seen(rows, after=killed.steps if killed is not None else 0),
         )  # fmt: skip
         if killed is not None and start.phase == "begin":
             before = [row for row in rows if row["step"] <= killed.steps]
@@ -199,7 +208,10 @@ class ScriptRehearsal:
             seen = seen.model_copy(
                 update={"saved_steps": killed.steps, "saved_samples": saved, **learning_rates(rows, killed.steps)}
             )
-        return seen.model_copy(update=_ending(attempt, reason, killed=killed is not None and killed.killed))
+        ending = _ending(attempt, reason, killed=killed is not None and killed.killed)
+        if not steps and "why" not in ending:
+            ending["why"] = printed_metrics.last_line(self.run.log_path(self.task.id, number))
+        return seen.model_copy(update=ending)
 
     @property
     def _measured_size(self) -> int | None:

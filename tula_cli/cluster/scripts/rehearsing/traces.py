@@ -3,6 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tula_cli.run.records.rehearsals import Schedule
+
+MAX_RATES = 400
+"""Points of a curve of learning rates that are kept."""
 WEIGHTS_ONLY = "weights_only"
 HINT = "torch.load reads weights only unless it is told weights_only=False, and the checkpoint holds more"
 
@@ -38,6 +42,27 @@ def learning_rates(rows: Sequence[Mapping[str, Any]], saved: int) -> dict[str, f
         "next_lr": known[0] if known else None,
         "lr_step": abs(known[min(2, len(known) - 1)] - known[0]) if known else 0.0,
     }
+
+
+def learning_rate_curve(rows: Sequence[Mapping[str, Any]], batch: int) -> tuple[tuple[int, float], ...]:
+    """Return samples and learning rate of each step, thinned out evenly; the first and the last step are kept."""
+    known = {row["step"]: row["lr"] for row in rows if row.get("lr") is not None}
+    points = [(step * batch, lr) for step, lr in sorted(known.items())]
+    stride = max(1, -(-len(points) // MAX_RATES))
+    return tuple(points[::stride] + points[-1:] * ((len(points) - 1) % stride > 0))
+
+
+def schedule_seen(rows: Sequence[Mapping[str, Any]], *, after: int) -> Schedule | None:
+    """Return the scheduler that the rows tell of, as it stands in the first step after so many.
+
+    None without one, or with too few steps to see how it counts.
+    """
+    told = [(row["step"], row["schedule"]) for row in rows if row.get("schedule")]
+    if not told or told[-1][0] - told[0][0] < 2:
+        return None
+    counted = (told[-1][1]["at"] - told[0][1]["at"]) / (told[-1][0] - told[0][0])
+    _, seen = next((row for row in told if row[0] > after), told[-1])
+    return Schedule(name=seen["name"].rpartition(".")[2], at=seen["at"], per_step=counted > 0.5, moves=seen["moves"])
 
 
 def error_line(text: str, error: str) -> str:

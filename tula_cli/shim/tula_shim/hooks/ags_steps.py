@@ -149,12 +149,13 @@ class AgsSteps:
             )
 
     def _note_others(self, base: Any, model: Any) -> None:
-        """Say which of the model's parameters other optimizers train, unscaled."""
-        left = {id(parameter) for parameter in model.parameters()} - {id(parameter) for parameter in parameters(base)}
-        counts = [(one, sum(int(p.numel()) for p in parameters(one) if id(p) in left)) for one in self._alive()]
+        """Say which parameters, of this model and of others (a GAN has two), other optimizers train, unscaled."""
+        scaled, module = {id(parameter) for parameter in parameters(base)}, getattr(model, "module", model)
+        counts = [(one, sum(int(p.numel()) for p in parameters(one) if id(p) not in scaled)) for one in self._alive()]
         others = [f"{full_name(one)} ({count} numbers)" for one, count in counts if count]
         if others:
-            words = f"AGS scales what {full_name(base)} trains ({elements(base)} numbers), the largest of the model's optimizers"
+            name, size = type(module).__qualname__, elements(base)
+            words = f"AGS scales what {full_name(base)} trains ({size} numbers of {name}), the largest optimizer of the largest model"
             self.notes.append(f"{words}; not scaled is what {', '.join(others)} trains")
 
     def _taken_hook(self, model: Any) -> str:

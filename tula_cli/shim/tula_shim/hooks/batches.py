@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
+import weakref
 from typing import Any, Callable, Hashable, Iterator, Mapping
 
 DEPTH = 4  # of containers within a batch
 LENGTH = "its length"  # the last part of a path: the samples are the entries of a list
+
+
+class Pass:
+    """One iterator of a data loader. What it has delivered before the first backward pass may never be trained on."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = weakref.ref(iterator)
+        self.untrained: list[float] = [0, 0, 0.0]  # samples, batches, seconds waited; as long as nothing was trained on
+        self.trained = False
+        self.batches = 0
+        self.withheld: list[float] = [0, 0, 0.0]  # of the pass before this one
+        self.withheld_from: Pass | None = None
+
+    def is_of(self, iterator: Any) -> bool:
+        return iterator is None or self._iterator() is iterator
 
 
 class Delivered:
@@ -21,8 +38,59 @@ class Delivered:
         self.training: int | None = None  # the dataset that delivered in most steps: others are for evaluation
         self.facts: dict[int, dict[str, Any]] = {}
         self._paths: dict[int, tuple[Hashable, ...] | None] = {}
+        self._passes: dict[int, Pass] = {}  # the newest of each dataset
 
-    def add(self, key: int, batch: object, *, waited: float, size: int | None) -> None:
+    def begin_pass(self, key: int, iterator: Any) -> None:
+        """Take note of a new iterator over the dataset `key`.
+
+        What the one before has delivered does not count if nothing was trained on (a batch was only looked at), unless the
+        new one is given up after one batch as well: some loops make an iterator for each batch.
+        """
+        before, current = self._passes.get(key), Pass(iterator)
+        self._passes[key] = current
+        if before is None:
+            return
+        if before.batches == 1:
+            self._give_back(key, before)
+        if before.untrained[1] and not before.trained:
+            self._change(key, before.untrained, -1)
+            current.withheld, current.withheld_from = before.untrained, before
+        before.withheld_from = None
+
+    def trained(self) -> None:
+        """Take note of a backward pass: what was delivered counts."""
+        for newest in self._passes.values():
+            newest.trained = newest.trained or newest.batches > 0
+
+    def _give_back(self, key: int, of: Pass) -> None:
+        if of.withheld[1]:
+            self._change(key, of.withheld, 1)
+            of.withheld = [0, 0, 0.0]
+
+    def _change(self, key: int, counts: list[float], sign: int) -> None:
+        pending = self.pending.setdefault(key, [0, 0, 0.0])
+        for place, value in enumerate(counts):
+            pending[place] += sign * value
+        if pending[1] <= 0:
+            del self.pending[key]
+
+    def _count_pass(self, key: int, iterator: Any, samples: int, waited: float) -> None:
+        newest = self._passes.get(key)
+        if newest is None:
+            return
+        before = newest.withheld_from
+        if before is not None and iterator is not None and before.is_of(iterator):
+            self._give_back(key, newest)  # both are read, in turn
+        if newest.is_of(iterator):
+            newest.batches += 1
+            if not newest.trained:
+                newest.untrained = [
+                    newest.untrained[0] + samples,
+                    newest.untrained[1] + 1,
+                    newest.untrained[2] + waited,
+                ]
+
+    def add(self, key: int, batch: object, *, waited: float, size: int | None, iterator: Any = None) -> None:
         """Count a batch of the dataset `key`; `size` is what its sampler says that a batch holds."""
         try:
             samples = self._count(key, batch, size)
@@ -34,6 +102,7 @@ class Delivered:
         counts[0] += samples or 0
         counts[1] += 1
         counts[2] += waited
+        self._count_pass(key, iterator, samples or 0, waited)
 
     def _count(self, key: int, batch: object, size: int | None) -> int | None:
         path = self._paths.get(key)
@@ -46,7 +115,8 @@ class Delivered:
         return samples
 
     def take(self) -> dict[int, list[float]]:
-        """Return what was delivered since the last call."""
+        """Return what was delivered since the last call; it counts, also where no backward pass of torch was seen."""
+        self.trained()
         taken, self.pending = self.pending, {}
         for key, counts in taken.items():
             self.steps[key] = self.steps.get(key, 0) + 1
@@ -143,7 +213,7 @@ def listen(delivered: Callable[[], Delivered | None], began: Callable[[], None])
             began()
             raise
         size = getattr(getattr(self, "_index_sampler", None), "batch_size", None)
-        counts.add(id(self._dataset), batch, waited=time.perf_counter() - start, size=size)
+        counts.add(id(self._dataset), batch, waited=time.perf_counter() - start, size=size, iterator=self)
         return batch
 
     @functools.wraps(begin)
@@ -153,6 +223,9 @@ def listen(delivered: Callable[[], Delivered | None], began: Callable[[], None])
             began()
             if id(self.dataset) not in counts.facts:  # another one on the same data evaluates
                 counts.facts[id(self.dataset)] = facts(self)
+            iterator = begin(self)
+            counts.begin_pass(id(self.dataset), iterator)
+            return iterator
         return begin(self)
 
     iterator.__next__ = __next__  # type: ignore[method-assign]
@@ -170,8 +243,64 @@ def facts(loader: Any) -> dict[str, Any]:
         "batch_size": size if isinstance(size, int) else None,
         "workers": loader.num_workers,
         "sampler": type(loader.sampler).__name__,
-        "drop_last": bool(loader.drop_last),
+        "drop_last": bool(loader.drop_last or getattr(getattr(loader, "batch_sampler", None), "drop_last", False)),
+        "epoch_samples": epoch_samples(loader),
+        "content": content(loader.dataset),
     }
+
+
+def epoch_samples(loader: Any) -> int | None:
+    """Return the samples that an epoch of a loader delivers on this rank: without a dropped last batch, with repeated ones.
+
+    None for streams, and samplers that choose batches in their own way.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    size = loader.batch_size if loader.batch_size is not None else getattr(sampler, "batch_size", None)
+    drop_last = loader.drop_last or getattr(sampler, "drop_last", False)
+    order = getattr(sampler, "sampler", None) if sampler is not None else loader.sampler
+    count = _length(order) if order is not None else None
+    batches = _length(loader)
+    if count is None or batches is None or not isinstance(size, int):
+        return None
+    if batches != (count // size if drop_last else -(-count // size)):
+        return None
+    return batches * size if drop_last else count
+
+
+def content(dataset: Any) -> str:
+    """Return a digest of the ends of what a dataset holds, by which ranks that hold different parts of it are told apart.
+
+    Nothing of the dataset is called: to ask for a sample may draw random numbers. Empty if there is nothing to compare.
+    """
+    try:
+        ends = list(_ends(dataset))
+    except Exception:  # noqa: BLE001 - the script's own types
+        return ""
+    return hashlib.sha256(repr(ends).encode()).hexdigest()[:16] if ends else ""
+
+
+def _ends(thing: Any, depth: int = 0) -> Iterator[Any]:
+    for name, value in sorted(getattr(thing, "__dict__", {}).items()):
+        if name in ("dataset", "_dataset") and depth < DEPTH:
+            yield from _ends(value, depth + 1)
+        elif name == "_fingerprint":
+            yield name, value  # of Hugging Face's datasets, by all that was done to one
+        elif isinstance(value, (list, tuple, range)) or hasattr(value, "shape"):
+            yield name, _end_values(value)
+
+
+def _end_values(value: Any, depth: int = 0) -> Any:
+    """Return length, first and last entry of a sequence, tensor or array, as plain values."""
+    if hasattr(value, "shape"):
+        if getattr(getattr(value, "device", None), "type", "cpu") != "cpu" or not len(value.shape):
+            return str(value.shape)
+        flat = value.reshape(-1)
+        return str(value.shape), flat[:4].tolist(), flat[-4:].tolist()
+    if isinstance(value, (list, tuple, range)):
+        if depth == DEPTH or not value:
+            return len(value)
+        return len(value), _end_values(value[0], depth + 1), _end_values(value[-1], depth + 1)
+    return value if isinstance(value, (str, bytes, int, float)) else str(type(value))
 
 
 def _length(thing: Any) -> int | None:

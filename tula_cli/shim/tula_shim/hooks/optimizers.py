@@ -12,6 +12,7 @@ class Optimizers:
         self.declared: dict[str, Any] | None = None  # the same of one that is not torch's, as told by hand
         self.bytes: dict[str, int] = {}
         self._places: dict[int, int] = {}  # id -> index in `seen`
+        self._stepping: list[weakref.ref[Any]] = []
         self._clock: weakref.ref[Any] | None = None
         self._largest = -1
 
@@ -20,6 +21,7 @@ class Optimizers:
         place = self._places.get(id(optimizer))
         if place is None:
             place = self._places[id(optimizer)] = len(self.seen)
+            self._stepping.append(weakref.ref(optimizer))
             self.seen.append({"name": full_name(optimizer), "elements": elements(optimizer)})
         entry = self.seen[place]
         if entry["elements"] <= self._largest:
@@ -38,12 +40,13 @@ class Optimizers:
         return max(self.seen, key=lambda entry: int(entry["elements"]), default=self.declared)
 
     def count_bytes(self) -> None:
-        """Count what parameters, gradients and optimizer state take on this rank, now."""
-        optimizer = self.clock
-        if optimizer is None:
+        """Count what the parameters, gradients and states of all optimizers take on this rank, now."""
+        optimizers = [optimizer for reference in self._stepping if (optimizer := reference()) is not None]
+        if not optimizers:
             return
-        held = list(parameters(optimizer))
-        states = [value for entry in optimizer.state.values() if isinstance(entry, dict) for value in entry.values()]
+        held = list({id(p): p for optimizer in optimizers for p in parameters(optimizer)}.values())
+        entries = [entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)]
+        states = [value for entry in entries for value in entry.values()]
         self.bytes = {
             "parameters": tensor_bytes(held),
             "gradients": tensor_bytes(p.grad for p in held if p.grad is not None),

@@ -1,0 +1,116 @@
+"""What a probe has written outside of its own folder is put aside: a training must not start from a probe's weights."""
+
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.run.files import append_json_line
+from tula_cli.run.script_attempt import ScriptAttempt
+
+MAX_NAMED = 3
+"""Files that are named; of the others there is the number."""
+
+
+@dataclass(frozen=True)
+class ChangedFile:
+    """A path that the processes of one node have changed.
+
+    Attributes:
+        existed: whether there was something before the probe.
+        copy: of it; None without one.
+    """
+
+    path: Path
+    existed: bool
+    copy: Path | None
+
+
+def put_aside(attempt: ScriptAttempt) -> str:
+    """Move what a start has made since its first step into its folder, and restore what it has changed or removed.
+
+    What was written before the first step stays: it holds nothing of a training (downloads, prepared data, settings).
+
+    Returns:
+        What was done, in words; empty if there was nothing to do.
+    """
+    rows = attempt.changed_files(socket.gethostname())
+    stepped = min((row["stepped"] for row in rows if "stepped" in row), default=None)
+    if stepped is None:
+        return ""
+    folders = sorted({Path(row["path"]) for row in rows if row.get("folder") and not row["existed"]}, reverse=True)
+    moved: list[str] = []
+    remaining: list[str] = []
+    for file in _changed_files(rows, folders, since=stepped):
+        try:
+            restored = _restore(file, attempt.aside / file.path.relative_to("/"))
+        except OSError as error:
+            remaining.append(f"{file.path} ({error.strerror})")
+            continue
+        (moved if restored else remaining).append(str(file.path))
+    for folder in folders:  # the deepest first; what the probe made, and holds nothing more
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    text = _words(moved, remaining, attempt.aside)
+    if text:
+        append_json_line(attempt.path / "aside.jsonl", {"text": text})
+    return text
+
+
+def _changed_files(
+    rows: Sequence[Mapping[str, Any]], folders: Iterable[Path], *, since: float
+) -> Iterable[ChangedFile]:
+    """Yield what holds something of a training: changed after the first step, by the journal or by its time."""
+    by_path: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "path" in row and not row["folder"]:
+            by_path.setdefault(row["path"], []).append(row)
+    for name, events in by_path.items():
+        copy = next((event["copy"] for event in events if event["copy"]), None)
+        existed = any(event["existed"] for event in events)
+        if not existed and not os.path.lexists(name):
+            continue  # a draft that was renamed, or a temporary file
+        if any(event["late"] for event in events) or _modified(Path(name)) >= since:
+            yield ChangedFile(Path(name), existed, None if copy is None else Path(copy))
+    made = {file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path}
+    yield from (ChangedFile(file, False, None) for file in sorted(made) if _modified(file) >= since)
+
+
+def _restore(file: ChangedFile, target: Path) -> bool:
+    """Put a file aside, and what was there before in its place; return False if that is not known any more."""
+    if file.existed and file.copy is None:
+        return False
+    if os.path.lexists(file.path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(file.path, target)
+    if file.copy is not None:
+        shutil.copy2(file.copy, file.path, follow_symlinks=False)
+    return True
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _words(moved: Sequence[str], remaining: Sequence[str], folder: Path) -> str:
+    parts = []
+    if moved:
+        parts.append(
+            f"the script writes outside of {{out}}: {_listed(moved)}; put aside in {folder}, so that no training starts from it"
+        )
+    if remaining:
+        parts.append(
+            f"the script changed {_listed(remaining)}, which could not be restored: check it before a training starts from it"
+        )
+    return "; ".join(parts)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -14,6 +14,7 @@ from tula_cli.cluster.scheduling.chains import YOUNG_WORDS, chain, chain_state, 
 from tula_cli.cluster.scheduling.protocol import JobRequest, Queued, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import read_end
 from tula_cli.run.notices import news
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
@@ -267,7 +268,7 @@ def _with_words(look: Snapshot, job: Job, state: SchedulerState) -> SchedulerSta
     if state.state != "ended" or not state.reason.startswith("FAILED") or attempts_of(look, job):
         return state
     for path in reversed(look.scheduler_logs(job.ids)):
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+        lines = [line.strip() for line in read_end(path, 2**16).splitlines()]
         told = [line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line]
         if told and path.suffix == ".err":
             return SchedulerState("ended", f"{state.reason}: {told[-1]} ({path})")

@@ -99,7 +99,7 @@ def test_files_of_a_slurm_site_are_bash(name: str) -> None:
 
 @pytest.mark.e2e
 def test_the_notebook_goes_from_a_job_to_a_trained_network(tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path)}  # the lock that keeps jobs of one machine apart lies there
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "notebook.py")],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False,

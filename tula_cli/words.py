@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -106,6 +107,17 @@ def told_time(line: str) -> float | None:
         return datetime.strptime(f"{found[1]} {found[2]}{zone}", f"%Y-%m-%d %H:%M:%S{'%z' * bool(zone)}").timestamp()
     except (ValueError, OverflowError):
         return None
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], value]
+        else:
+            runs.append([value])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def tag(rank: int) -> str:

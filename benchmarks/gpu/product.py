@@ -33,7 +33,7 @@ class Answer:
 
 
 def tula(*words: str, folder: Path, python: str = sys.executable, **environment: str) -> Answer:
-    """Run a command of tula in a folder; TMPDIR is the folder's own, so that no other job's lock is waited for."""
+    """Run a command of tula in a folder, with a TMPDIR of the folder's own."""
     return Answer(*_ended(start(*words, folder=folder, python=python, **environment)))
 
 

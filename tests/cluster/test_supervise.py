@@ -502,26 +502,50 @@ def test_an_attempt_of_a_killed_supervisor_is_closed_at_its_last_sign_of_life(
     assert (done.outcome, done.number) == ("done", 2)
 
 
-def test_two_jobs_of_one_machine_run_one_after_the_other(run: RunDir, tmp_path: Path) -> None:
-    code = """
-        import sys, tempfile, time, pathlib
-        tempfile.tempdir = sys.argv[1]
-        sys.path[:0] = sys.argv[3].split(":")
-        from tula_cli.cluster import local
-        from tula_cli.run.directory import RunDir
-        times = pathlib.Path(sys.argv[2])
-        with local.exclusive_machine(RunDir(times.parent), type("T", (), {"job": "j"})()):
-            with open(times, "a") as file: print(time.monotonic(), file=file)
-            time.sleep(0.5)
-            with open(times, "a") as file: print(time.monotonic(), file=file)
-    """
-    times = tmp_path / "times"
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(times), ":".join(sys.path)]
-    children = [subprocess.Popen(command) for _ in range(2)]
-    assert [child.wait(30) for child in children] == [0, 0]
-    numbers = [float(line) for line in times.read_text().split()]
-    assert numbers == sorted(numbers)
-    assert numbers[2] - numbers[0] >= 0.5
+_HOLD = """
+    import sys, time, pathlib
+    sys.path[:0] = sys.argv[1].split(":")
+    from tula_cli.cluster import local
+    from tula_cli.run.directory import RunDir
+    run, name, seconds = RunDir(pathlib.Path(sys.argv[2])), sys.argv[3], float(sys.argv[4])
+    task = run.task(name)
+    with local.machine_ticket(run, [task]) as ticket, open(run.path / "times", "a") as times:
+        print(name, "begin", time.monotonic(), file=times, flush=True)
+        time.sleep(seconds)
+        print(name, "end", time.monotonic(), [one.holder for one in ticket.trainings()], file=times, flush=True)
+"""
+
+
+def _hold(run: RunDir, name: str, seconds: float = 0.5, **environ: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", textwrap.dedent(_HOLD), ":".join(sys.path), str(run.path), name, str(seconds)]
+    return subprocess.Popen(command, env={**os.environ, **environ})
+
+
+def _times(run: RunDir) -> dict[tuple[str, str], float]:
+    rows = [line.split() for line in (run.path / "times").read_text().splitlines()]
+    return {(row[0], row[1]): float(row[2]) for row in rows}
+
+
+def test_probes_of_one_machine_run_one_after_the_other_and_trainings_wait_for_none(
+    run: RunDir, training: TrainTask, tmp_path: Path
+) -> None:
+    for name in ("p1", "p2"):
+        run.write_task(
+            ProbeTask(id=name, job=name, spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
+        )
+    run.write_task(training)
+    (tmp_path / "other").mkdir()
+    children = [
+        _hold(run, "p1", 1.0),
+        _hold(run, "p2", 1.0, TMPDIR=str(tmp_path / "other")),
+        _hold(run, training.id, 2.0),
+    ]
+    assert [child.wait(30) for child in children] == [0, 0, 0]
+    times = _times(run)
+    first, second = sorted(("p1", "p2"), key=lambda name: times[name, "begin"])
+    assert times[second, "begin"] >= times[first, "end"], "two values of TMPDIR are one machine"
+    assert times[training.id, "begin"] < times[second, "begin"], "a training does not wait"
+    assert f"['{training.job} of {run.path}']" in (run.path / "times").read_text(), "a probe sees it"
 
 
 def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, training: TrainTask) -> None:

@@ -50,7 +50,6 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
 
 @pytest.fixture
 def tula(tmp_path: Path) -> Iterator[LocalTula]:
-    # The lock that keeps jobs of one machine apart lies in TMPDIR: the tests do not wait for the user's jobs.
     found = LocalTula(tmp_path, JOB, TMPDIR=str(tmp_path))
     yield found
     _end_all(found)

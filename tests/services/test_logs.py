@@ -2,6 +2,7 @@ import errno
 import os
 import shutil
 import time
+import tracemalloc
 
 import make_runs as make
 import pytest
@@ -219,3 +220,79 @@ def test_following_tells_why_a_rank_failed_once(run):
     sleeps = iter([lambda: fail(run, "probe-n001", 1, 0, at=1.0), lambda: None])
     lines = logs.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(sleeps)())
     assert texts(lines) == ["one", "Traceback", "  line", "KeyError: 'x'"]
+
+
+def _peak_of(call):
+    """Return what a call returns, and the most memory that Python held in it (bytes)."""
+    tracemalloc.start()
+    try:
+        return call(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+STAMP = "2026-11-25 09:31:39+0000 epoch 1, {} ms a step\n"
+# a large log, and the last two lines of it that are shown (of their ends alone)
+LARGE = [
+    ("lines", "".join(map(STAMP.format, range(200_000))), ["199998 ms a step", "199999 ms a step"]),
+    ("one line", "x" * 8_000_000, ["x", "x"]),
+    ("a progress bar", "".join(f"\r{n}% [####]" for n in range(500_000)), ["%", "499999% [####]"]),
+    ("zeros of a lost node", "\0" * 8_000_000 + "\nthe end\n", ["", "the end"]),
+    ("a last line without its end", "line\n" * 1_000_000 + "the end", ["line", "the end"]),
+    ("empty lines", "\n" * 5_000_000, ["", ""]),
+    ("lines of Windows", "line\r\n" * 1_000_000, ["line", "line"]),
+    ("no text", "\udcff\udcfe\n" * 1_000_000, ["\ufffd\ufffd", "\ufffd\ufffd"]),
+]
+
+
+@pytest.mark.parametrize(("text", "ends"), [row[1:] for row in LARGE], ids=[row[0] for row in LARGE])
+@pytest.mark.parametrize("follow", [False, True])
+def test_the_last_lines_are_read_from_the_end(run, text, ends, follow):
+    make.add_probes(run, 1, (32,))
+    path = write_log(run, "probe-n001", 1, "")
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    read = lambda: texts(logs.logs(run, Wanted(last=2), follow=follow))  # noqa: E731
+    shown, peak = _peak_of(read)
+    assert len(shown) == 2 and all(end in line for line, end in zip(shown, ends, strict=True))
+    assert peak < 2_000_000
+
+
+def test_a_whole_large_log_is_not_held_in_memory(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "".join(map(STAMP.format, range(100_000))))
+    count, peak = _peak_of(lambda: sum(1 for _ in logs.logs(run)))
+    assert count == 100_000 and peak < 2_000_000
+
+
+def test_the_last_lines_of_several_attempts_and_since_a_time(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "2026-01-01 08:00:00+0000 a\nb\n")
+    os.utime(run.log_path("probe-n001", 1), (1e9, 1e9))
+    newest = write_log(run, "probe-n001", 2, "2026-01-01 09:00:00+0000 c\nd\n2026-01-01 10:00:00+0000 e\nf\n")
+    assert texts(logs.logs(run, Wanted(last=5, every=True))) == [
+        "b", "2026-01-01 09:00:00+0000 c", "d", "2026-01-01 10:00:00+0000 e", "f",
+    ]  # fmt: skip
+    assert texts(logs.logs(run, Wanted(last=2, every=True))) == ["2026-01-01 10:00:00+0000 e", "f"]
+    since = words.told_time("2026-01-01 09:30:00+0000 x")
+    assert texts(logs.logs(run, Wanted(last=9, since=since))) == ["2026-01-01 10:00:00+0000 e", "f"]
+    assert texts(logs.logs(run, Wanted(last=1, since=since))) == ["f"]
+    assert newest.exists()
+
+
+# what happens to a log that is followed, and what is shown of it then
+CHANGES = [
+    ("it grows", lambda path: path.open("a").write("new\n"), ["new"]),
+    ("it is cut", lambda path: path.write_text("tail\n"), []),
+    ("it is cut to nothing and grows", lambda path: (path.write_text(""), None), []),
+    ("it is replaced", lambda path: (path.with_name("x").write_text("another\n"), path.with_name("x").replace(path)), ["another"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "more"), [row[1:] for row in CHANGES], ids=[row[0] for row in CHANGES])
+def test_a_log_that_changes_while_it_is_followed(run, change, more):
+    make.add_probes(run, 1, (32,))
+    path = write_log(run, "probe-n001", 1, "one\ntwo\nthree\n")
+    steps = iter([lambda: change(path), lambda: path.open("a").write("after\n")])
+    active = iter([True, True, False])
+    shown = logs.logs(run, Wanted(last=1), follow=True, active=lambda: next(active), sleep=lambda _: next(steps)())
+    assert texts(shown) == ["three", *more, "after"]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from tula_cli.cluster import exit_reason
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
@@ -20,7 +21,7 @@ from tula_cli.cluster.scripts.start import ScriptStart
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.cluster.stopping.last_words import told_by_supervisors
 from tula_cli.cluster.watching.lookout import Lookout
-from tula_cli.cluster.watching.node_log import log_of
+from tula_cli.cluster.watching.node_log import cap_log, log_of
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
@@ -37,6 +38,8 @@ PEER_GRACE = 5.0
 """Seconds the other ranks get to end by themselves once one has failed, and to say why."""
 END_GRACE = 10.0
 """Seconds between asking child processes to end and killing them."""
+LOG_PAUSE = 1.0
+"""Seconds between two looks at the size of the ranks' log."""
 SIGN_OF_LIFE = 60.0
 """Seconds between two signs of life of a job on one machine."""
 TERMINATION_GRACE = 25.0
@@ -112,10 +115,11 @@ class RunningAttempt:
     deadline: float  # of the monotonic clock
     lookout: Lookout
     _life_shown: float = 0.0  # by the monotonic clock
+    _log_capped: float = 0.0
 
     def until_exit(self) -> ExitReason:
         """Start the ranks of this supervisor, wait for their end and tell it."""
-        log = log_of(self.run, self.allocation, self.task.id, self.attempt.number)
+        log = self._log
         kills = exit_reason.oom_kills()
         try:
             starts = self._start.starts(None if self.spawner.output.shared else log)
@@ -140,6 +144,10 @@ class RunningAttempt:
         child, code = group.failed() or (0, 0)
         words = self.spawner.output.words(log)
         return self._judge(RankExit(code, exit_reason.oom_kills() > kills, words, self._first_rank + child))
+
+    @cached_property
+    def _log(self) -> Path:
+        return log_of(self.run, self.allocation, self.task.id, self.attempt.number)
 
     @property
     def _start(self) -> RankStart | ScriptStart:
@@ -211,6 +219,7 @@ class RunningAttempt:
                 group.kill()
                 raise RunGone(self.run.path)
             self._show_life()
+            self._cap_log()
             if unwanted := self._unwanted(look):
                 group.end(END_GRACE)
                 return unwanted
@@ -242,6 +251,14 @@ class RunningAttempt:
             self._life_shown = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self.run.log_path(self.task.id, self.attempt.number))
+
+    def _cap_log(self) -> None:
+        """Keep the log of the ranks within bounds; of supervisors that share one the first of the node does."""
+        pause = max(LOG_PAUSE, self.allocation.count / 10)  # all of a job look ten times a second, at most
+        if time.monotonic() < self._log_capped + pause or (self.spawner.output.shared and self.allocation.local_index):
+            return
+        self._log_capped = time.monotonic()
+        cap_log(self._log)
 
     @cached_property
     def _leave_at(self) -> float | None:
@@ -313,8 +330,18 @@ class RunningAttempt:
         self._report(exited, own)
         if not self.allocation.leader:
             return own
-        time.sleep(PEER_GRACE)  # for what the other ranks have to say
+        self._await_reports()
         return self._root_cause(own)
+
+    def _await_reports(self) -> None:
+        """Wait until each supervisor has written why its ranks ended: the first cause may be another's. At most a grace."""
+        until, own_ranks = time.monotonic() + PEER_GRACE, ranks_of(self.task)
+        supervisors = set(range(0, self.command.ranks, own_ranks))
+        while time.monotonic() < until:
+            failed = self.run.failed_ranks(self.task.id, self.attempt.number)
+            if supervisors <= {rank - rank % own_ranks for rank in failed}:
+                return
+            time.sleep(min(POLL, max(0.0, until - time.monotonic())))
 
     def _report(self, exited: RankExit, own: ExitReason) -> None:
         exit_reason.report(self.run, self.task, self.attempt, exited, own)

@@ -1,15 +1,22 @@
 """The inspection: what building model and dataset tells, asked of a process of its own."""
 
 import json
+import re
+import resource
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from tula_cli import words
 from tula_cli.cluster.local import with_package
 from tula_cli.cluster.scripts.described import described
 from tula_cli.errors import JobFailed, Problem, SpecError
+from tula_cli.host.capacity import machine_memory
+from tula_cli.host.processes import run_command
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 
@@ -24,8 +31,66 @@ Inspect = Callable[[JobSpec], Inspection]
 """Tells what building model and dataset tells: `inspect`, or one that remembers."""
 
 
+@dataclass(frozen=True)
+class ResourceLimit:
+    """A limit of a machine that ends programs, and the signs of it.
+
+    Args:
+        name: of the resource.
+        signs: what programs print that reach it.
+        signals: by which the kernel kills them.
+        settings: the shell's names of the limit, and the kernel's.
+        remedy: what a user can do here.
+    """
+
+    name: str
+    signs: str
+    signals: tuple[int, ...]
+    settings: Mapping[str, int]
+    remedy: str
+
+
+_PREAMBLE = re.compile(r"^.*(cannot build the model and the dataset|before its answer|own code fails): ")
+RESOURCE_LIMITS = (
+    ResourceLimit(
+        "CPU time",
+        r"CPU time limit exceeded",
+        (signal.SIGXCPU,),
+        {"ulimit -t": resource.RLIMIT_CPU},
+        "raise the limit of CPU time (ulimit -t)",
+    ),
+    ResourceLimit(
+        "processes and threads",
+        r"can't start new thread|pthread_create|Thread creation failed|RLIMIT_NPROC|fork: retry|clone3? failed"
+        r"|Resource temporarily unavailable|unable to (create|start) (new )?(native )?thread",
+        (),
+        {"ulimit -u": resource.RLIMIT_NPROC},
+        "raise the limit of processes and threads (ulimit -u), or end other processes of yours",
+    ),
+    ResourceLimit(
+        "memory",
+        r"MemoryError|bad_alloc|an(no|')t allocate memory|failed to map segment|[Uu]nable to (allocate|mmap)|ENOMEM"
+        r"|oom.?kill|[Nn]ot enough memory|static TLS block|[Oo]ut [Oo]f [Mm]emory: [Kk]illed|cannot map zero-fill"
+        r"|[Ff]ailed to allocate memory|[Mm]emory (cgroup|exhausted)|cgroup out.of.memory|CPU out of memory",
+        (signal.SIGKILL, signal.SIGBUS),
+        {"ulimit -v": resource.RLIMIT_AS},
+        "raise the limit of memory (ulimit -v, or that of your session), or use a machine with more",
+    ),
+)
+
+
 class NotInspected(JobFailed):
-    """The jobs' interpreter cannot run on this machine: what the model and the dataset are is not known yet."""
+    """The model and the dataset cannot be built on this machine: what they are is not known yet.
+
+    Args:
+        message: why.
+        remedy: what would make it possible here.
+        elsewhere: what to do instead.
+    """
+
+    def __init__(self, message: str, remedy: str = TORCH_MISSING, *, elsewhere: str = "") -> None:
+        super().__init__(message, f"{elsewhere}; or {remedy}" if elsewhere else remedy)
+        self.remedy = remedy
 
 
 def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection:
@@ -38,21 +103,57 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     Raises:
         SpecError: the model, dataset, optimizer ... of the spec cannot be built.
         JobFailed: the user's code failed, or took too long.
-        NotInspected: the interpreter that the jobs will use cannot run here, or has no torch.
+        NotInspected: the interpreter that the jobs will use cannot run here, has no torch, or exceeds a limit of this machine.
     """
     if spec.script is not None:
         return described(spec, spec.script)
     python = interpreter(spec)
     command = ["bash", "-c", f"{python} -m {PROGRAM}"]
     try:
-        done = subprocess.run(
-            command, input=spec.model_dump_json(), capture_output=True, text=True, timeout=timeout, env=with_package()
-        )
+        done = run_command(command, stdin=spec.model_dump_json(), timeout=timeout, environ=with_package(), guarded=True)
     except subprocess.TimeoutExpired:
         raise JobFailed(f"building the model and the dataset took more than {timeout:g} s") from None
-    if not done.stdout.strip():
-        raise not_started(python, done.stderr, here=spec.cluster.kind == "slurm")
-    return understood(done.stdout, done.stderr)
+    elsewhere = ON_A_NODE if spec.cluster.kind == "slurm" else ""
+    try:
+        if not done.stdout.strip():
+            raise not_started(python, done.stderr, elsewhere=elsewhere)
+        return understood(done.stdout, done.stderr)
+    except JobFailed as error:
+        exceeded = limit_exceeded(error, "" if done.returncode == 0 else done.stderr, done.returncode)
+        if exceeded is None:
+            raise
+        limit, sign = exceeded
+        why = f"{python} cannot build the model and the dataset here: the limit of {limit.name} was exceeded"
+        raise NotInspected(
+            f"{why}: {sign}{_known_limits(limit)}", f"here, {limit.remedy}", elsewhere=elsewhere
+        ) from error
+
+
+def limit_exceeded(error: JobFailed, stderr: str, code: int = 0) -> tuple[ResourceLimit, str] | None:
+    """Return the limit of a machine that a program has exceeded and the sign of it; None if there is no sign of any.
+
+    Args:
+        error: how the program failed.
+        stderr: what it printed.
+        code: its exit code; 128 + N if signal N killed it.
+    """
+    for limit in RESOURCE_LIMITS:
+        for line in (*error.message.splitlines(), *stderr.splitlines()):
+            if re.search(limit.signs, line):
+                return limit, _PREAMBLE.sub("", line.strip())[-300:]
+        if code - 128 in limit.signals:
+            return limit, f"it was killed by {signal.Signals(code - 128).name}"
+    return None
+
+
+def _known_limits(limit: ResourceLimit) -> str:
+    """Say which limits of a resource hold in this process, if any is known."""
+    soft = {option: resource.getrlimit(kind)[0] for option, kind in limit.settings.items()}
+    known = [f"{option}: {value}" for option, value in soft.items() if value != resource.RLIM_INFINITY]
+    if limit.name == "memory":
+        known = [f"ulimit -v: {words.amount(soft['ulimit -v'])}"] if known else []
+        known.append(f"memory of this session or machine: {words.amount(machine_memory())}")
+    return f" ({', '.join(known)})" if known else ""
 
 
 def interpreter(spec: JobSpec) -> str:
@@ -65,18 +166,17 @@ def own_interpreter(spec: JobSpec) -> str | None:
     return spec.cluster.python
 
 
-def not_started(python: str, stderr: str, *, here: bool = False) -> NotInspected:
+def not_started(python: str, stderr: str, *, elsewhere: str = "") -> NotInspected:
     """Return the error of an interpreter that ended before it began: it is not there, or lacks something.
 
     Args:
         python: the shell's words that start it.
         stderr: what was said.
-        here: whether it may be otherwise on a node than here.
+        elsewhere: where it may be otherwise than here.
     """
     own = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
     said = own[-1].strip() if own else "it said nothing"
-    hint = f"{ON_A_NODE}; or {TORCH_MISSING}" if here else TORCH_MISSING
-    return NotInspected(f"{python} cannot build the model and the dataset: {said}", hint)
+    return NotInspected(f"{python} cannot build the model and the dataset: {said}", elsewhere=elsewhere)
 
 
 def understood(stdout: str, stderr: str) -> Inspection:

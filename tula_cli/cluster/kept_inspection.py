@@ -23,6 +23,7 @@ from tula_cli.cluster.inspection import Inspect, own_interpreter
 from tula_cli.cluster.local import with_package
 from tula_cli.errors import TulaError
 from tula_cli.host import installed
+from tula_cli.host.processes import run_command
 from tula_cli.host.processor import processor_name
 from tula_cli.run.code import fingerprint
 from tula_cli.run.files import listing, names, read_record, write_record
@@ -165,7 +166,7 @@ def _packages(spec: JobSpec) -> Facts:
         return installed.versions(modules)
     command = ["bash", "-c", f"{own} -m {installed.PROGRAM} {shlex.join(modules)}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=VERSIONS_TIMEOUT, env=with_package())
+        done = run_command(command, timeout=VERSIONS_TIMEOUT, environ=with_package())
         return dict(json.loads(done.stdout.strip().splitlines()[-1]))
     except (subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
         return {"unknown": secrets.token_hex()}  # it cannot run here, or says nothing: nothing kept is known to hold

@@ -15,11 +15,11 @@ from tula_cli.cluster.allocation import POLL
 from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
 from tula_cli.cluster.scheduling.protocol import JobRequest, SchedulerState
 from tula_cli.errors import JobFailed
-from tula_cli.host import machine_lock
+from tula_cli.host import devices, machine_lock
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
-from tula_cli.run.records.tasks import Task
+from tula_cli.run.records.tasks import ProbeTask, Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.upkeep import package
 from tula_cli.version import __version__
@@ -32,7 +32,7 @@ SILENCE = 3600.0
 
 
 class LocalLauncher:
-    """Jobs on this machine; one at a time, in the order they get the machine."""
+    """Jobs on this machine: probes that share a GPU or a core one at a time, in the order of their start; all else at once."""
 
     scheduler = LocalScheduler()
 
@@ -87,10 +87,11 @@ class LocalLauncher:
             return _elsewhere(look, job)
         if not _alive(job):
             return SchedulerState("ended")
-        if attempts_of(look, job):
-            return SchedulerState("running")
-        holder = machine_lock.holder()
-        return SchedulerState("pending", f"waiting for {holder} on this machine" if holder else "starting")
+        if attempts := attempts_of(look, job):
+            trainings = ", ".join(attempts[-1].disturbed_by)
+            return SchedulerState("running", f"its times may be disturbed by {trainings}" if trainings else "")
+        waits = machine_lock.waiting_words(_holder(look.here, job.id))
+        return SchedulerState("pending", waits or "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark it: the supervisor sees the mark, ends its ranks and then itself. Wait until it has."""
@@ -159,21 +160,41 @@ def _alive(job: Job) -> bool:
 
 
 @contextlib.contextmanager
-def exclusive_machine(run: RunDir, task: Task) -> Iterator[None]:
-    """Wait until no other job of this user runs here: jobs side by side would spoil each other's times.
+def machine_ticket(run: RunDir, tasks: Sequence[Task]) -> Iterator[machine_lock.TicketHolder | None]:
+    """Yield the ticket of a job in the machine's measuring lock: a probe waits for its turn, all else shows that it is there.
 
-    The lock lives on the machine, not in the run directory, and the kernel drops it with this process. A job that is
-    cancelled while it waits goes on without it, to find that it is over. Where another user has made a file of that name,
-    which anyone may, nobody waits for it.
+    The kernel drops the ticket with this process. A job that is cancelled while it waits goes on without its turn, to find
+    that it is over.
+
+    Args:
+        run: the run.
+        tasks: what the job does.
     """
-    lock = machine_lock.opened()
-    if lock is None:
-        sys.stderr.write(f"tula: {machine_lock.path()} is not this user's: jobs beside this one are not waited for\n")
-        yield
+    first, measures = tasks[0], isinstance(tasks[0], ProbeTask)
+    ranks = max(task.nodes * task.spec.cluster.gpus_per_node for task in tasks)
+    gpus = [] if first.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.lock_names(ranks)]
+    cores = (
+        machine_lock.core_devices() if not (gpus and measures) else []
+    )  # a training's loaders disturb a probe on CPUs
+    try:
+        ticket = machine_lock.TicketHolder(_holder(run.path, first.job), [*gpus, *cores], measures=measures)
+    except OSError as error:
+        if measures:
+            sys.stderr.write(
+                f"tula: warning: {error}: this probe does not wait for others, which may disturb its times\n"
+            )
+        yield None
         return
     try:
-        while not (machine_lock.locked(lock, f"{task.job} of {run.path}") or run.cancelled(task.job)):
+        while measures and not run.cancelled(first.job):
+            with contextlib.suppress(OSError):  # as for want of descriptors: nothing is known
+                if not ticket.ahead():
+                    break
             time.sleep(POLL)
-        yield
+        yield ticket
     finally:
-        os.close(lock)
+        ticket.close()
+
+
+def _holder(run: Path, job: str) -> str:
+    return f"{job} of {run}"

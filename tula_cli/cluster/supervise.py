@@ -19,7 +19,7 @@ from tula_cli.cluster.allocation import POLL, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, closed, deadline, open_attempt
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.group import RankSpawner
-from tula_cli.cluster.local import exclusive_machine
+from tula_cli.cluster.local import machine_ticket
 from tula_cli.cluster.rank_start import first_rank, rendezvous, world_size
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
@@ -47,6 +47,7 @@ from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
+from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
@@ -106,6 +107,7 @@ class Supervisor:
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
     _under_way: tuple[Task, Attempt] | None = None
     _delay_ended: bool = False  # of the next job of the chain
+    _ticket: TicketHolder | None = None  # of a job on this machine
 
     def __post_init__(self) -> None:
         self.lookout = Lookout(self.run.path, self.allocation)
@@ -119,7 +121,7 @@ class Supervisor:
         """
         if self.allocation.local:
             self._await_rehearsal(newest(self.run, task_id))
-            with exclusive_machine(self.run, newest(self.run, task_id)):
+            with machine_ticket(self.run, self._packed(task_id)) as self._ticket:
                 self._lead(task_id)
             return
         self.allocation.termination.listen()
@@ -185,6 +187,7 @@ class Supervisor:
                 return  # the first link with as many nodes goes on
             reserve.keep(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
+            attempt = self._with_trainings(attempt)
             self._under_way = (task, attempt)
             try:
                 require_resumable(self.run, task)
@@ -205,7 +208,7 @@ class Supervisor:
             lost = lost_in(before) + (reason.outcome in COUNTED)
             following = None if ended or reason.final else next_task(self.run, task, self._avoided(task, reason), lost)
             # Last: who sees the attempt ended may rely on everything that follows from it.
-            close_attempt(self.run, attempt, reason)
+            close_attempt(self.run, self._with_trainings(attempt), reason)
             self._under_way = None
             elsewhere = following is not None and leaves_allocation(reason.outcome, task.spec.cluster)
             stays = ended or elsewhere or reason.outcome == "disk"
@@ -214,6 +217,16 @@ class Supervisor:
                 return  # the next link of the chain goes on
             task = following
         self._conclude(task or first)
+
+    def _with_trainings(self, attempt: Attempt) -> Attempt:
+        """Return a probe's attempt with the trainings of this user that use its GPUs or cores now, which is written down."""
+        trainings = self._ticket.trainings() if self._ticket is not None and self._ticket.measures else []
+        names = tuple(dict.fromkeys([*attempt.disturbed_by, *(training.holder for training in trainings)]))
+        if names == attempt.disturbed_by:
+            return attempt
+        disturbed = attempt.model_copy(update={"disturbed_by": names})
+        self.run.write_attempt(disturbed)
+        return disturbed
 
     def _considered(self, task: Task, attempt: Attempt, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:
         """Return why an attempt ended, where the chain has to stop with what was done about that."""

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tula_cli.host.processes import PROC
+from tula_cli.host.processes import PROC, run_command
 
 PRESENCE = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """What shows that a node has GPUs to compute on: NVIDIA's driver, AMD's, and Windows' under WSL."""
@@ -31,14 +31,39 @@ def count() -> int:
 
     The variables in `VISIBLE` hold; without a driver's files there is none.
     """
+    return len(visible())
+
+
+def visible() -> list[str]:
+    """Return the GPUs to compute on here in their order: the drivers' numbers, or what the variables in `VISIBLE` name."""
     if not has_gpu():
-        return 0
+        return []
     nvidia = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     amd = [path for path in KFD.glob("*/gpu_id") if path.read_text(encoding="ascii").strip() not in ("", "0")]
-    left = len(nvidia) or len(amd) or None  # None: a driver that lists none, as under WSL
+    there = len(nvidia) or len(amd)
+    gpus = [str(number) for number in range(there)] if there else None  # None: a driver that lists none, as under WSL
     for name in _lists(nvidia=bool(nvidia)):
-        left = _visible(os.environ[name], left)
-    return 1 if left is None else left
+        gpus = _selected(os.environ[name], gpus)
+    return ["0"] if gpus is None else gpus
+
+
+def lock_names(ranks: int) -> list[str]:
+    """Return the GPUs that the first ranks of this machine use, under names that are the same in all of its processes.
+
+    UUIDs, as far as nvidia-smi reports them; else numbers.
+    """
+    gpus = visible()
+    if not gpus:
+        return []
+    rows = [row for row in _nvidia_smi("--query-gpu=index,uuid,name") if len(row) == 3]
+    mixed = len({row[2] for row in rows}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    if mixed and any(gpu.isdecimal() for gpu in gpus):
+        return [
+            uuid for _, uuid, _ in rows
+        ]  # CUDA numbers them by their speed, nvidia-smi by their bus: any may be meant
+    uuids = {index: uuid for index, uuid, _ in rows}
+    used = dict.fromkeys(gpus[rank % len(gpus)] for rank in range(ranks))
+    return [uuids.get(gpu) or next((uuid for uuid in uuids.values() if uuid.startswith(gpu)), gpu) for gpu in used]
 
 
 def _lists(*, nvidia: bool) -> list[str]:
@@ -52,15 +77,17 @@ def _lists(*, nvidia: bool) -> list[str]:
     return [name for name in names if name in os.environ]
 
 
-def _visible(listed: str, there: int | None) -> int:
-    """Return how many of the GPUs `there` a list leaves; the first that is none of them ends it (-1, SLURM's NoDevFiles)."""
-    found = 0
+def _selected(listed: str, there: Sequence[str] | None) -> list[str]:
+    """Return the GPUs that a list leaves of those `there`; the first that is none of them ends it (-1, SLURM's NoDevFiles)."""
+    selected: list[str] = []
     for entry in map(str.strip, listed.split(",")):
-        by_number = entry.isdecimal() and (there is None or int(entry) < there)
-        if not (by_number or entry.startswith(("GPU-", "MIG-"))):
+        if entry.isdecimal() and (there is None or int(entry) < len(there)):
+            selected.append(entry if there is None else there[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")):
+            selected.append(entry)
+        else:
             break
-        found += 1
-    return found if there is None else min(found, there)
+    return selected if there is None else selected[: len(there)]
 
 
 def close_inherited() -> None:
@@ -111,7 +138,7 @@ def _nvidia_smi(*arguments: str) -> list[list[str]]:
     """Return the rows that nvidia-smi prints; none where there is none, or where it fails or hangs."""
     command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+        ended = run_command(command, timeout=PATIENCE)
     except (OSError, subprocess.TimeoutExpired):
         return []
     lines = ended.stdout.splitlines() if ended.returncode == 0 else []

@@ -1,52 +1,220 @@
-"""Who of this user's jobs has this machine: a lock that the kernel drops with the process that holds it."""
+"""The measuring lock of a machine: this user's probes that share a GPU or a core run one after the other, first come, first served.
+
+Each probe that waits or measures has a ticket: a numbered file that names its devices, under a lock (flock) that the kernel
+drops with the process. A probe measures once no living ticket with a smaller number names one of its devices, so the order is
+that of arrival, no two probes can wait for each other, and a dead one is passed over at once. A training has a ticket that
+nobody waits for: it only shows that the training uses these devices.
+"""
 
 import contextlib
 import fcntl
+import json
 import os
 import stat
-import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tula_cli.words import number_ranges
 
-def path() -> Path:
-    """Return the file that is locked. Its folder is everyone's, so that another user may have made a file of its name."""
-    return Path(tempfile.gettempdir()) / f"tula-{os.getuid()}.lock"
+TEMPORARY, RUNTIME = Path("/tmp"), Path("/run/user")
+"""Where the folder of tickets is if the session has no folder of its own: the same for all values of TMPDIR."""
+CORES = Path("/sys/devices/system/cpu")
 
 
-def opened(*, make: bool = True) -> int | None:
-    """Return a descriptor of the file; None where it is not this user's own, no file, or not there and not to be made."""
+class Untrusted(OSError):
+    """No folder of tickets is this user's alone."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A process of this user that measures, waits to measure, or trains."""
+
+    number: int
+    holder: str  # "<job> of <run>"
+    pid: int
+    devices: tuple[str, ...]  # "gpu <UUID or number>", "core <number>"
+    measures: bool = True  # a training does not: nobody waits for it
+
+    def conflicts(self, other: "Ticket") -> bool:
+        """Return whether the two use a device in common; one that names none (it cannot be read) may use any."""
+        return not (self.devices and other.devices) or bool(set(self.devices) & set(other.devices))
+
+    def __str__(self) -> str:
+        return f"{self.holder} (process {self.pid}, {device_words(self.devices)})"
+
+
+def core_devices() -> list[str]:
+    """Return the cores that this process may use: of processors that share a core (hyper-threads) the first stands for all."""
+    cores = set()
+    for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1):
+        try:
+            siblings = (CORES / f"cpu{number}/topology/thread_siblings_list").read_text(encoding="ascii")
+            cores.add(int(siblings.replace("-", ",").split(",")[0]))
+        except (OSError, ValueError):
+            cores.add(number)
+    return [f"core {number}" for number in sorted(cores)]
+
+
+def device_words(devices: Collection[str]) -> str:
+    """Return devices in words: "GPU 0, GPU 1", "cores 0-3"."""
+    gpus = [device.replace("gpu", "GPU", 1) for device in devices if device.startswith("gpu ")]
+    cores = sorted(int(device.split()[1]) for device in devices if device.startswith("core "))
+    return ", ".join([*gpus, *([f"core{'s' * (len(cores) > 1)} {number_ranges(cores)}"] if cores else [])])
+
+
+def folder() -> Path:
+    """Return the folder of tickets, which is made if it is not there: under XDG_RUNTIME_DIR, else in /tmp by user id.
+
+    Raises:
+        Untrusted: it is a link or another user's, or cannot be made.
+    """
+    user = os.getuid()
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or RUNTIME / str(user))
+    if runtime.is_absolute() and _is_private(runtime):
+        with contextlib.suppress(OSError):
+            return _private(runtime / "tula")
+    return _private(TEMPORARY / f"tula-{user}")
+
+
+def _is_private(path: Path) -> bool:
     try:
-        lock = os.open(path(), os.O_RDWR | make * os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        status = path.lstat()
     except OSError:
-        return None
-    found = os.fstat(lock)
-    if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode):
-        return lock
-    os.close(lock)
-    return None
-
-
-def locked(lock: int, holder: str) -> bool:
-    """Try to take the lock; where it is had, write down who has it, with the process to look at."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
         return False
-    with contextlib.suppress(OSError):  # words alone: a full disk keeps nobody from the machine
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{holder}, process {os.getpid()}".encode(), 0)
-    return True
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def holder() -> str:
-    """Return which job has the machine, as it has written down; empty where none has, or it cannot be told."""
-    lock = opened(make=False)
-    if lock is None:
-        return ""
+def _private(path: Path) -> Path:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not _is_private(path):
+        raise Untrusted(f"{path} is not a folder of this user's alone (mode 0700)")
+    return path
+
+
+@contextlib.contextmanager
+def _drawing(place: Path) -> Iterator[None]:
+    """Keep other processes from drawing tickets meanwhile, so that numbers rise in the order of arrival."""
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.pread(lock, 4096, 0).decode(errors="replace")
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
     finally:
-        os.close(lock)
+        os.close(handle)
+
+
+def _numbered(place: Path) -> list[int]:
+    return sorted(int(path.name) for path in place.iterdir() if path.name.isdecimal())
+
+
+def tickets() -> list[Ticket]:
+    """Return the tickets of living processes in the order of arrival; none if no folder can be trusted."""
+    try:
+        return _living(folder())
+    except OSError:
+        return []
+
+
+def _living(place: Path) -> list[Ticket]:
+    """Return the tickets of living processes in a folder.
+
+    Raises:
+        OSError: they cannot be read, so that nothing is known of who lives.
+    """
+    return [ticket for number in _numbered(place) if (ticket := _read(place, number)) is not None]
+
+
+def _read(place: Path, number: int) -> Ticket | None:
+    """Return a ticket; None if its process has ended."""
+    try:
+        handle = os.open(place / str(number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        content = json.loads(os.pread(handle, 2**20, 0))
+        return Ticket(**{**content, "devices": tuple(content["devices"])})
+    except (ValueError, TypeError, KeyError):  # of another version of tula
+        return Ticket(number, "another process", 0, ())
+    finally:
+        os.close(handle)
+
+
+class TicketHolder:
+    """A ticket of this process.
+
+    Args:
+        holder: the job and its run.
+        devices: what it uses.
+        measures: whether it has to be alone on them.
+
+    Raises:
+        OSError: no ticket can be drawn: the folder is not this user's alone, or its file system takes no files or locks.
+    """
+
+    def __init__(self, holder: str, devices: Collection[str], *, measures: bool) -> None:
+        self.holder, self.devices, self.measures = holder, tuple(devices), measures
+        self._draw()
+
+    def _draw(self) -> None:
+        self.folder = folder()
+        draft = self.folder / f".{os.getpid()}"
+        with _drawing(self.folder):
+            living = {ticket.number for ticket in _living(self.folder)}
+            for number in _numbered(self.folder):
+                if number not in living:
+                    (self.folder / str(number)).unlink(missing_ok=True)
+            self.ticket = Ticket(max(living, default=0) + 1, self.holder, os.getpid(), self.devices, self.measures)
+            draft.unlink(missing_ok=True)  # of a process that was killed here
+            self._handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._handle, fcntl.LOCK_EX)
+                os.write(self._handle, json.dumps(asdict(self.ticket)).encode())
+                draft.rename(self._path)  # whoever sees it sees it locked, and whole
+            except OSError:
+                os.close(self._handle)
+                draft.unlink(missing_ok=True)
+                raise
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / str(self.ticket.number)
+
+    def ahead(self) -> list[Ticket]:
+        """Return the probes that this one has to wait for, those that measure and those that wait themselves.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        if not self._path.exists():  # the session's folder was removed at logout: the others draw anew as well
+            os.close(self._handle)
+            self._draw()
+        return probes_ahead(self.ticket, _living(self.folder))
+
+    def trainings(self) -> list[Ticket]:
+        """Return the trainings that use a device of this probe now."""
+        return [other for other in tickets() if not other.measures and other.conflicts(self.ticket)]
+
+    def close(self) -> None:
+        """Give the ticket back."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        with contextlib.suppress(OSError):
+            os.close(self._handle)
+
+
+def probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:
+    """Return the probes of a queue that come before a ticket's and share a device with it."""
+    return [other for other in queue if other.measures and other.number < ticket.number and other.conflicts(ticket)]
+
+
+def waiting_words(holder: str) -> str:
+    """Say what a probe waits for and its place in the queue; empty if it waits for nothing."""
+    queue = tickets()
+    for ticket in queue:
+        if ticket.holder == holder and ticket.measures and (ahead := probes_ahead(ticket, queue)):
+            return f"waiting for {ahead[0]} to finish measuring; place {len(ahead)} in the queue of this machine"
     return ""

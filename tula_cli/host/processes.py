@@ -6,10 +6,12 @@ import io
 import os
 import platform
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from tula_cli import words
 
@@ -18,20 +20,25 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+MAX_OUTPUT = 2**26
+"""Bytes that are retained of what a command prints."""
+_GUARD_PATIENCE, _PIPE_PATIENCE = 15.0, 1.0
+"""Seconds that a guard may take to kill what it guards, and a pipe to give what an ended command has written."""
 
 
-def die_with_parent(parent: int | None = None) -> None:
+def die_with_parent(parent: int | None = None, *, by: int = signal.SIGKILL) -> None:
     """Ask the kernel to kill this process when its parent ends.
 
     A worker that outlives its supervisor would be a second writer of one run.
 
     Args:
         parent: its process id, where it is known: it may have ended before this is called.
+        by: the signal to send.
     """
     if platform.system() != "Linux":
         return
     parent = os.getppid() if parent is None else parent
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(1)
 
@@ -41,6 +48,95 @@ def become_child() -> None:
     die_with_parent()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    timeout: float,
+    stdin: str = "",
+    environ: Mapping[str, str] | None = None,
+    guarded: bool = False,
+    outlives_parent: bool = False,
+) -> "subprocess.CompletedProcess[str]":
+    """Run a short-lived command until it exits, and leave none of its processes.
+
+    Its exit ends the wait, although processes that it has started may still hold its output open. It is killed at its time
+    limit, on an error or Ctrl-C, and when this process is killed.
+
+    Args:
+        command: the program and its arguments.
+        timeout: seconds.
+        stdin: what it reads.
+        environ: its environment; this process' if None.
+        guarded: whether it runs a user's code, which may start processes in sessions of their own: a guard kills those too.
+        outlives_parent: whether it changes something elsewhere and is to complete that when this process is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer.
+        OSError: it cannot be started.
+    """
+    if guarded:
+        command = [sys.executable, "-m", "tula_cli.host.guard", *command]
+    parent, by = os.getpid(), signal.SIGTERM if guarded else signal.SIGKILL
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ,
+        start_new_session=True,  # Ctrl-C at the terminal is for tula, which then ends the whole group
+        preexec_fn=None if outlives_parent else lambda: die_with_parent(parent, by=by),
+    )  # fmt: skip
+    assert process.stdin and process.stdout and process.stderr
+    output, errors = bytearray(), bytearray()
+    pipes = [
+        _in_background(_feed, process.stdin, stdin.encode()),
+        _in_background(_collect, process.stdout, output),
+        _in_background(_collect, process.stderr, errors),
+    ]
+    try:
+        code = process.wait(timeout)
+    finally:
+        if process.poll() is None and guarded:
+            process.terminate()  # the guard ends what has left the group
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GUARD_PATIENCE)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for pipe in pipes:
+        pipe.join(_PIPE_PATIENCE)
+    return subprocess.CompletedProcess(
+        command, code, bytes(output).decode(errors="replace"), bytes(errors).decode(errors="replace")
+    )
+
+
+def _in_background(function: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _feed(pipe: IO[bytes], data: bytes) -> None:
+    with contextlib.suppress(OSError), pipe:  # it may have exited without reading
+        pipe.write(data)
+
+
+def _collect(pipe: IO[bytes], into: bytearray) -> None:
+    """Read a pipe to its end, and retain the last of it: a user's code may print without end."""
+    with pipe:
+        while data := os.read(pipe.fileno(), 2**16):
+            into += data
+            if len(into) > 2 * MAX_OUTPUT:
+                del into[:-MAX_OUTPUT]
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the processes whose parent a process is, zombies too."""
+    children = []
+    for process in (entry for entry in PROC.iterdir() if entry.name.isdigit()):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                children.append(int(process.name))
+    return children
 
 
 @contextlib.contextmanager

@@ -239,7 +239,12 @@ class RunDir:
         return sorted(found, key=lambda failure: failure.failed_at)
 
     def any_failure(self, task_id: str, attempt: int) -> bool:
-        return bool(listing(self.path / "failures", f"{task_id}.{attempt:03d}.*.json"))
+        return bool(self.failed_ranks(task_id, attempt))
+
+    def failed_ranks(self, task_id: str, attempt: int) -> list[int]:
+        """Return the ranks of an attempt whose failures were written down."""
+        paths = listing(self.path / "failures", f"{task_id}.{attempt:03d}.*.json")
+        return [int(path.name.split(".")[-2]) for path in paths]
 
     def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
         """Mark a job as cancelled by the user: nothing starts or restarts it until `uncancel`."""

@@ -5,6 +5,7 @@ import errno
 import fnmatch
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LARGEST = 2**28
 """Bytes of a file that is read whole."""
+MAX_LINE = 2**24
+"""Bytes of a line that is read whole: longer ones are no records."""
 NO_ANSWER = "the file system did not answer: run the same command again once it does; nothing that was saved is lost"
 
 
@@ -151,9 +154,9 @@ def content(path: Path) -> bytes:
         try:
             with open_file(path) as file:
                 # by its size: to read up to a bound takes memory for the bound, of which a rank may have none left
-                if os.fstat(file.fileno()).st_size > _LARGEST:
+                if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
                     raise damaged(path, f"it is larger than {_LARGEST >> 20} MiB")
-                return file.read()
+                return file.read(size)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -174,6 +177,15 @@ def open_file(path: Path) -> BinaryIO:
         file.close()
         raise damaged(path, "it is no file")
     return file
+
+
+def is_regular(path: Path | str) -> bool:
+    """Return whether a path leads to a regular file: a pipe keeps its reader waiting, and a device may have no end.
+
+    Raises:
+        OSError: there is none, or nobody can tell.
+    """
+    return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
 
 
 def cannot_read(path: Path, error: OSError) -> TulaError:
@@ -283,10 +295,56 @@ def json_lines(
             file.readline()  # half a line
         else:
             file.seek(0)
-        for line in file:
+        for line in read_lines(file):
             # A lost node may leave a line of which some blocks were never written: what is no object is left out.
             if line.endswith(b"\n") and (wanted is None or wanted(line)) and (row := json_object(line)) is not None:
                 yield row
+
+
+def read_lines(file: BinaryIO, *, longest: int = MAX_LINE) -> Iterator[bytes]:
+    """Yield the lines of a file from where it stands, those that are too long in pieces: one line may be all of a file.
+
+    A piece but the last of a line has no line end.
+
+    Args:
+        file: to read.
+        longest: bytes of a piece, its line end included.
+    """
+    while line := file.readline(longest):
+        if not line.strip(b"\0"):  # a hole of a sparse file may be of any size
+            try:
+                file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
+            except OSError:  # there is nothing more
+                return
+        yield line
+
+
+def read_lines_back(file: BinaryIO, *, end: int, block: int) -> Iterator[bytes]:
+    """Yield the lines of a file before `end`, last first, those longer than a block in pieces; a block is read at a time."""
+    position, rest = end, b""
+    while position:
+        step = min(position, block)
+        position = file.seek(position - step)
+        rest, *lines = re.findall(rb"[^\n]*\n|[^\n]+", file.read(step) + rest)
+        yield from reversed(lines)
+        if position == 0 or len(rest) > block:
+            yield rest
+            rest = b""
+
+
+def read_end(path: Path, size: int) -> str:
+    """Return the last bytes of a file as text; nothing if there is none.
+
+    Raises:
+        OSError: it cannot be read.
+        BadMeasurements: it is no file.
+    """
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read(size).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:

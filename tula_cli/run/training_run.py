@@ -17,6 +17,7 @@ from tula_cli.run.files import (
     json_object,
     listing,
     open_file,
+    read_lines,
     read_record,
     remove,
     write_atomic,
@@ -207,11 +208,16 @@ class TrainingRun:
 
     def changes(self) -> tuple[StepChange, ...]:
         """Return the changes of the step time that were found, oldest first."""
-        return tuple(StepChange.model_validate(row["change"]) for row in self.metrics() if row["kind"] == "change")
+        return tuple(StepChange.model_validate(row["change"]) for row in self.metrics("change"))
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl; one that is damaged, or still being written, is left out."""
-        return list(filter(_is_whole, json_lines(self.metrics_path)))
+    def metrics(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl, of these kinds or of all; one that is damaged, or still being written, is left out.
+
+        A long training has a million rows of steps: who needs none of them names the kinds.
+        """
+        begins = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
+        rows = json_lines(self.metrics_path, wanted=lambda line: not kinds or line.startswith(begins))
+        return list(filter(_is_whole, rows))
 
     @property
     def steps_path(self) -> Path:
@@ -246,7 +252,7 @@ class TrainingRun:
         return list(filter(_is_whole, json_lines(self.metrics_path, last=2**14)))
 
     def sampled_metrics(self) -> Sequence[dict[str, Any]]:
-        """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly.
+        """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly, and the newest.
 
         They are read once, until the file changes; who asks changes none.
         """
@@ -272,11 +278,23 @@ def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]
     """Return the rows of a file as it was at a moment (`_changed`, ns), when it had so many bytes."""
     every = 1 + size // _SAMPLED
     number = itertools.count()
+    rows: list[dict[str, Any]] = []
+    skipped: tuple[int, bytes] | None = None  # the newest step, if it is none of the rows, and its place among them
 
     def wanted(line: bytes) -> bool:
-        return not line.startswith(_STEP) or next(number) % every == 0
+        nonlocal skipped
+        is_step = line.startswith(_STEP)
+        if is_step and next(number) % every:
+            skipped = (len(rows), line)
+            return False
+        skipped = None if is_step else skipped
+        return True
 
-    return tuple(filter(_is_whole, json_lines(path, wanted=wanted)))
+    for row in filter(_is_whole, json_lines(path, wanted=wanted)):
+        rows.append(row)  # noqa: PERF402 - `wanted` counts them meanwhile
+    if skipped is not None and (newest := json_object(skipped[1])) is not None and _is_whole(newest):
+        rows.insert(skipped[0], newest)
+    return tuple(rows)
 
 
 @functools.lru_cache(maxsize=256)
@@ -284,7 +302,7 @@ def _damaged(path: Path, _changed: int, _size: int) -> int:
     """Return how many lines of a file as it was at a moment are neither rows nor what is left of one."""
     try:
         with open_file(path) as file:
-            return sum(not _may_be_row(line) for line in file)
+            return sum(not _may_be_row(line) for line in read_lines(file))
     except FileNotFoundError:
         return 0
     except OSError as error:

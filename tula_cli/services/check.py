@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tula_cli.cluster.inspection import TORCH_MISSING, Inspect, NotInspected, inspect
+from tula_cli.cluster.inspection import Inspect, NotInspected, inspect
 from tula_cli.cluster.scheduling.schedulers import scheduler_of
 from tula_cli.cluster.slurm.accounting.factor_names import doubtful_factors
 from tula_cli.cluster.slurm.first_job import or_told
@@ -247,7 +247,7 @@ def _inspected(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, Un
     except NotInspected as error:
         if spec.cluster.kind != "slurm":
             raise
-        return None, unsettled(spec, why=error.message)
+        return None, unsettled(spec, why=error)
 
 
 def _unknown(later: UnsettledPlan | None) -> tuple[str, ...]:
@@ -255,7 +255,7 @@ def _unknown(later: UnsettledPlan | None) -> tuple[str, ...]:
         return ()
     told = (
         f"{later.why}; so the dataset's size, the memory and whether the model fits the data are not known yet: the first"
-        f" job of tula profile settles them on a node, in at most {later.first_job_minutes:g} min ({TORCH_MISSING})"
+        f" job of tula profile settles them on a node, in at most {later.first_job_minutes:g} min ({later.remedy})"
     )
     total = later.first_job_node_hours + later.probe_node_hours
     if later.cap is None or total <= later.cap:
@@ -294,7 +294,7 @@ def _over_budget(spec: JobSpec, node_hours: float, later: UnsettledPlan | None) 
         advice = "raise it, lower search.max_minutes, search fewer nodes, or use strategy: partial"
     else:
         found = beyond_cap(FIRST_JOB, later.first_job_node_hours, cap)
-        advice = f"raise it, or build them here: {TORCH_MISSING}"
+        advice = f"raise it, or build them here: {later.remedy}"
     return (f"{found} ({advice})",) if found else ()
 
 

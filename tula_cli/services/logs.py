@@ -1,5 +1,7 @@
 """`tula logs`: what jobs wrote, an attempt at a time, and of one that failed its first failing rank's words first."""
 
+import itertools
+import os
 import re
 import time
 from collections import defaultdict
@@ -13,13 +15,17 @@ from tula_cli.errors import SpecError
 from tula_cli.host.outcome import root
 from tula_cli.plugins import nearest
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.files import cannot_read, open_file
+from tula_cli.run.files import cannot_read, open_file, read_lines, read_lines_back
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.status import POLL
 
 _NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
 """Of `RunDir.log_path`."""
+_MAX_LINE = 2**16
+"""Bytes of a line that is shown whole: longer ones are shown in pieces."""
+_MAX_UNTIMED = 100_000
+"""Lines without a time that are held until one with a time says whether they are asked for."""
 _HARMLESS = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
 """torch says so of each connection wherever a node's address has no name, and goes on."""
 
@@ -73,7 +79,8 @@ class _Log:
     shared: bool = False  # by supervisors with a rank each: the lowest rank's lines are shown where none is asked for
 
     def line(self, raw: bytes) -> LogLine:
-        text = raw.decode(errors="replace").rstrip("\r\n")
+        # A progress bar writes over itself: its last state is what a terminal shows. A lost node leaves blocks of zeros.
+        text = raw.replace(b"\0", b"").rstrip(b"\r\n").rpartition(b"\r")[2].decode(errors="replace")
         rank = words.rank_of(text)
         if rank is None and self.tagged:
             rank = self.first
@@ -107,8 +114,10 @@ def logs(
     reader.pass_over(log for log in found if log not in shown)
     for log in shown:
         yield from reader.failure(log)
-    lines = [line for log in shown for line in reader.lines(log, whole=not follow)]
-    yield from lines if wanted.last is None else lines[max(0, len(lines) - wanted.last) :]
+    if wanted.last is not None:
+        yield from reader.last_lines(shown, wanted.last)
+    for log in shown:
+        yield from reader.lines(log, whole=not follow)
     while follow:
         going_on = active()
         for log in reader.logs():
@@ -143,6 +152,7 @@ class _Reader:
     run: RunDir
     wanted: Wanted
     _offsets: defaultdict[Path, int] = field(default_factory=lambda: defaultdict(int))
+    _inodes: dict[Path, int] = field(default_factory=dict)  # of the files that the offsets are in
     _at: dict[Path, float] = field(default_factory=dict)  # the last time that a log's lines have told
     _told: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
     _tasks: dict[str, Task | None] = field(default_factory=dict)
@@ -185,8 +195,39 @@ class _Reader:
     def pass_over(self, logs: Iterable[_Log]) -> None:
         """Go to the end of logs."""
         for log in logs:
-            self._offsets[log.file] = log.file.stat().st_size
+            self._place(log, log.file.stat().st_size)
             self._told.add((log.task, log.attempt))
+
+    def _place(self, log: _Log, offset: int) -> None:
+        self._offsets[log.file], self._inodes[log.file] = offset, log.file.stat().st_ino
+
+    def last_lines(self, logs: Sequence[_Log], count: int) -> list[LogLine]:
+        """Return the last lines of logs that are asked for, read from their ends, and go to the ends of what was read."""
+        lines: list[LogLine] = []
+        for log in reversed(logs):
+            self._place(log, log.file.stat().st_size)
+            lines[:0] = reversed(list(itertools.islice(self._back(log), count - len(lines))))
+        return lines
+
+    def _back(self, log: _Log) -> Iterator[LogLine]:
+        """Yield the lines of a log that are asked for, last first; those without a time have that of the line before them."""
+        since, untimed = self.wanted.since, list[LogLine]()
+        try:
+            with open_file(log.file) as file:
+                for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE):
+                    line = log.line(raw)
+                    told = words.told_time(line.text) if since is not None else None
+                    if since is not None and told is not None and told < since:
+                        return
+                    if self._is_of_rank(line, log) and not _HARMLESS.search(raw):
+                        untimed.append(line)
+                    if since is None or told is not None or len(untimed) > _MAX_UNTIMED:
+                        yield from untimed
+                        untimed.clear()
+        except OSError as error:
+            raise cannot_read(log.file, error) from error
+        if since is None or self._begin(log) >= since:
+            yield from untimed
 
     def failure(self, log: _Log) -> Iterator[LogLine]:
         """Yield, once, what the first failing rank of an attempt saw, or that which is asked for."""
@@ -203,9 +244,16 @@ class _Reader:
         """Yield what was added to a log since it was last read; a line without its end only where `whole`."""
         try:
             with open_file(log.file) as file:
+                status = os.fstat(file.fileno())
+                if (
+                    self._inodes.setdefault(log.file, status.st_ino) != status.st_ino
+                ):  # another file has taken its place
+                    self._place(log, 0)
+                elif status.st_size < self._offsets[log.file]:  # it was cut: what its end was then was shown
+                    self._place(log, status.st_size)
                 file.seek(self._offsets[log.file])
-                for raw in file:
-                    if not raw.endswith(b"\n") and not whole:
+                for raw in read_lines(file, longest=_MAX_LINE):
+                    if not raw.endswith(b"\n") and len(raw) < _MAX_LINE and not whole:
                         return
                     self._offsets[log.file] += len(raw)
                     line = log.line(raw)
@@ -227,9 +275,13 @@ class _Reader:
         if told is not None:
             self._at[line.file] = told
         if line.file not in self._at:
-            attempt = self.run.attempt(line.task, line.attempt) if line.task else None
-            self._at[line.file] = attempt.started_at if attempt is not None else since
+            self._at[line.file] = self._begin(line)
         return self._at[line.file] >= since
+
+    def _begin(self, of: _Log | LogLine) -> float:
+        """Return when an attempt began (Unix time); of one that is not known the time that is asked for."""
+        attempt = self.run.attempt(of.task, of.attempt) if of.task else None
+        return attempt.started_at if attempt is not None else self.wanted.since or 0.0
 
 
 def seldom(

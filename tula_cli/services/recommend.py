@@ -35,7 +35,7 @@ from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, 
 from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
 from tula_cli.services.recommendation.beyond.wall_times import chain_words
-from tula_cli.services.recommendation.doubts import doubts, state_of_the_probes
+from tula_cli.services.recommendation.doubts import disturbed_probes, doubts, state_of_the_probes
 from tula_cli.services.recommendation.fallback import first_fallback
 from tula_cli.services.recommendation.from_training import UnderWay, continued, results_by_type, under_way
 from tula_cli.services.recommendation.limits import Criteria, Limits
@@ -386,4 +386,10 @@ def _known(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers
 def _told(measurements: TypeMeasurements) -> list[str]:
     missing = state_of_the_probes(measurements.results, measurements.unknown, pending=measurements.pending)
     look = measurements.part.run.read()
-    return [*missing, *measurements.forecast.warnings, *look.job_warnings, *look.training_warnings]
+    return [
+        *missing,
+        *disturbed_probes(look.attempts),
+        *measurements.forecast.warnings,
+        *look.job_warnings,
+        *look.training_warnings,
+    ]

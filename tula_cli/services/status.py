@@ -169,7 +169,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     if newest is None:
         return None
     files = look.training(newest.signature)
-    rows, result = files.metrics(), files.result()
+    rows, result = files.sampled_metrics(), files.result()
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]

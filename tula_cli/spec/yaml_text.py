@@ -1,7 +1,9 @@
 """YAML 1.2's plain scalars, with errors that name line and column."""
 
 import contextlib
+import os
 import re
+import select
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ for _class in (_Loader, Dumper, *((_FastLoader,) if yaml.__with_libyaml__ else (
 
 
 _DEEPEST = 50
+_PIPE_PATIENCE = 10.0
 _LARGEST = 2**24  # bytes
 _TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
 _BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
@@ -156,7 +159,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         SpecError: the file is missing, unreadable, not text, not YAML or not a mapping.
     """
     try:
-        with path.open("rb") as file:  # a pipe of the shell too, but nothing without end
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            # a pipe of the shell too, but nothing without end
+            if not select.select([file], [], [], _PIPE_PATIENCE)[0]:
+                raise SpecError(f"{path} is a pipe into which nothing was written for {_PIPE_PATIENCE:g} s")
+            os.set_blocking(file.fileno(), True)
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB, and a job is a page of text")

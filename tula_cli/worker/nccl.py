@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from tula_cli.run.files import read_end
+
 SETTINGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 PREFIX = "tula-nccl-"
+_MAX_READ = 2**26  # bytes of what NCCL writes
 MOST = 8  # sizes that are kept, the largest: those of DDP's buckets, not of the counters between ranks
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
@@ -64,7 +67,7 @@ def complaints() -> list[str]:
 
 def _written() -> str:
     path = log(os.environ)
-    return path.read_text(encoding="utf-8", errors="replace") if path else ""
+    return read_end(path, _MAX_READ) if path else ""
 
 
 def log(environ: Mapping[str, str]) -> Path | None:

@@ -138,3 +138,29 @@ def test_the_log_of_a_node_bears_the_index_of_its_first_supervisor(run: RunDir) 
     assert name(3, 3, nodes=None) == "train-s-1.002.0003.log", "nobody tells how many nodes there are"
     assert name(3, 1, 2, 3, count=4) == "train-s-1.002.0002.log"
     assert name(3, 1, 1, 3, count=4) == "train-s-1.002.0003.log", "srun --distribution=cyclic: each has its own"
+
+
+def test_a_log_beyond_its_limit_keeps_its_beginning_and_its_end_and_says_what_was_dropped(tmp_path: Path) -> None:
+    log, written = tmp_path / "log", 0
+    with open(log, "ab", buffering=0) as rank_output:
+        for number in range(40_000):
+            written += rank_output.write(b"line %d\n" % number)
+            if number % 1000 == 0:
+                node_log.cap_log(log, most=2**16)
+        lines = log.read_bytes().splitlines()
+        node_log.cap_log(log, most=2**16)
+        size = log.stat().st_size
+        rank_output.write(b"after\n")
+    assert size <= 2**16 and lines[0] == b"line 0" and log.read_bytes().endswith(b"line 39999\nafter\n")
+    dropped = [line for line in log.read_bytes().splitlines() if line.startswith(b"tula: ")]
+    assert len(dropped) == 1 and b"bytes of this log were dropped here" in dropped[0]
+    kept = sum(len(line) + 1 for line in log.read_bytes().splitlines() if line.startswith(b"line "))
+    assert int(dropped[0].split()[1]) == written - kept
+    node_log.cap_log(tmp_path / "none")
+
+
+def test_a_line_without_an_end_does_not_fill_the_disk(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\r42 %" * 2**16)
+    node_log.cap_log(log, most=2**16)
+    assert log.stat().st_size <= 2**15 and log.read_bytes().endswith(b"\r42 %")

@@ -314,10 +314,10 @@ def test_a_job_on_this_machine_and_the_lock_of_the_machine_hold_a_run(run: RunDi
     assert "is pending" in found(run).kept
     run.write_job(make.job(name))
     assert found(run).kept == ""
-    lock = machine_lock.opened()
-    assert lock is not None and machine_lock.locked(lock, f"{name} of {run.path.resolve()}")
-    assert found(run).kept == f"{name} has this machine"
-    os.close(lock)
+    ticket = machine_lock.TicketHolder(f"{name} of {run.path.resolve()}", ["core 0"], measures=False)
+    assert found(run).kept == f"{name} measures, trains or waits on this machine"
+    ticket.close()
+    assert found(run).kept == ""
 
 
 def test_a_job_whose_record_is_damaged_holds_a_run(run: RunDir) -> None:

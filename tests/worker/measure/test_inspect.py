@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tula_cli.cluster import inspection
 from tula_cli.cluster.inspection import NotInspected, inspect, not_started, understood
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.records.inspections import Inspection
@@ -299,6 +300,71 @@ def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_end
     assert not_started("python", said).message.endswith("No module named 'torch'")
     with pytest.raises(JobFailed, match="ended before its answer: Segmentation fault"):
         understood("begun\n", "Segmentation fault")
+
+
+# how an inspection ends that exceeds a limit of its machine: exit code, what it said, and the limit
+LIMITS = [
+    (137, "", "memory", "it was killed by SIGKILL"),
+    (135, "", "memory", "it was killed by SIGBUS"),
+    (152, "", "CPU time", "it was killed by SIGXCPU"),
+    (1, "ImportError: libtorch_cpu.so: failed to map segment from shared object", "memory", "failed to map segment"),
+    (1, "OSError: libc10.so: failed to map segment from shared object: Cannot allocate memory", "memory", "libc10.so"),
+    (1, "ImportError: libgomp.so.1: cannot allocate memory in static TLS block", "memory", "static TLS block"),
+    (
+        134,
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
+        "memory",
+        "bad_alloc",
+    ),
+    (1, "MemoryError", "memory", "MemoryError"),
+    (1, "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array", "memory", "7.45 GiB"),
+    (
+        1,
+        "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 32 bytes.",
+        "memory",
+        "can't allocate",
+    ),
+    (1, "OSError: [Errno 12] Cannot allocate memory", "memory", "Errno 12"),
+    (1, "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0.", "memory", "oom_kill"),
+    (1, "bash: fork: retry: Resource temporarily unavailable", "processes and threads", "fork: retry"),
+    (1, "RuntimeError: can't start new thread", "processes and threads", "can't start new thread"),
+    (
+        1,
+        "libgomp: Thread creation failed: Resource temporarily unavailable",
+        "processes and threads",
+        "Thread creation",
+    ),
+    (
+        139,
+        "OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 64",
+        "processes and threads",
+        "pthread_create",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "said", "name", "sign"), LIMITS)
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_limit_of_the_machine_is_named_with_what_to_do(code, said, name, sign, kind, begun, monkeypatch):
+    stdout = "begun\n" if begun else ""
+    done = subprocess.CompletedProcess([], code, stdout, said)
+    monkeypatch.setattr(inspection, "run_command", lambda *_, **__: done)
+    with pytest.raises(NotInspected) as error:
+        inspect(spec(cluster={"kind": kind, "device": "cpu"} if kind == "local" else {"kind": kind}))
+    assert f"the limit of {name} was exceeded" in error.value.message and sign in error.value.message
+    assert "pip install" not in error.value.hint and "raise the limit" in error.value.hint
+    assert error.value.hint.startswith("run tula profile job.yaml: its first job") is (kind == "slurm")
+
+
+@pytest.mark.parametrize(
+    "said", ["KeyError: 'x'", "Segmentation fault", "ModuleNotFoundError: No module named 'torch'", ""]
+)
+def test_other_ends_of_an_inspection_are_no_limit(said, monkeypatch):
+    done = subprocess.CompletedProcess([], 1, "begun\n", said)
+    monkeypatch.setattr(inspection, "run_command", lambda *_, **__: done)
+    with pytest.raises(JobFailed, match="ended before its answer"):
+        inspect(spec())
 
 
 def test_every_unknown_name_is_told_at_once():

@@ -1,7 +1,9 @@
 """The file of a checkpoint: written tensor by tensor, whole or not at all."""
 
 import errno
+import os
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,18 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
     with pytest.raises(CannotWrite, match="No space left on device"):
         checkpoint.write(path, {"model": torch.zeros(2**20)})
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["1.pt"]
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder", "more than its size"])
+def test_a_checkpoint_that_is_no_file_is_not_whole(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "000000000064.pt"
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("data", b"\0" * 2**24)
+    assert not checkpoint._is_whole(path)

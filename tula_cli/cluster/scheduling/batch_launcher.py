@@ -22,6 +22,7 @@ from tula_cli.cluster.scheduling.chains import (
 from tula_cli.cluster.scheduling.protocol import JobRequest, Queued, Scheduler, SchedulerState
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import read_end
 from tula_cli.run.notices import news
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
@@ -280,7 +281,7 @@ def _with_words(look: Snapshot, job: Job, state: SchedulerState) -> SchedulerSta
     if last is None or last in started:
         return state
     for path in reversed(look.scheduler_logs([last])):
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+        lines = [line.strip() for line in read_end(path, 2**16).splitlines()]
         told = [line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line]
         if told and path.suffix == ".err":
             return replace(state, reason=f"{state.reason}: {told[-1]} ({path})")

@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tula_cli.run.files import is_regular
 from tula_cli.spec.scripts.own_script import Resume
 from tula_cli.spec.scripts.placeholders import fill
 
@@ -90,7 +91,7 @@ def _changed(file: Path) -> float:
 
 def _is_whole(file: Path) -> bool:
     try:
-        if file.stat().st_size == 0:
+        if not is_regular(file) or file.stat().st_size == 0:
             return False
         with open(file, "rb") as opened:
             zipped = opened.read(4) == b"PK\x03\x04"

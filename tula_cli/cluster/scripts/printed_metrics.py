@@ -1,6 +1,5 @@
 """What a script says of how good it is: by patterns on its output, or in a file of one JSON object a line."""
 
-import json
 import math
 import os
 import re
@@ -8,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tula_cli.models.resuming import NO_STEP
+from tula_cli.run.files import MAX_LINE, json_object, open_file, read_lines
 from tula_cli.spec.scripts.own_script import Rows, Script
 from tula_cli.spec.scripts.placeholders import fill
 from tula_cli.words import rank_of
@@ -20,6 +20,8 @@ _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE
 )
 """Short ones end a word, or are one: an answer_f1 or a confidence is no error rate."""
+
+_BLOCK = 2**22  # bytes of a log that are searched at a time
 
 
 def found(
@@ -34,16 +36,27 @@ def found(
         first: only what rank 0 says counts, where lines of others begin with their rank.
         workdir: what a relative path starts from.
     """
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs if path.exists()]
-    texts = [_of_rank_0(text) for text in texts] if first else texts
-    told: dict[str, list[float]] = {}
+    patterns = {name: source for name, source in script.metric.items() if not isinstance(source, Rows)}
+    seen: dict[str, list[object]] = {name: [] for name in script.metric}
+    for text in (text for log in logs if patterns for text in _blocks(log)):
+        counted = _of_rank_0(text) if first else text
+        for name, pattern in patterns.items():
+            seen[name] += re.findall(pattern, counted, re.MULTILINE)
     for name, source in script.metric.items():
         if isinstance(source, Rows):
-            seen = _rows(workdir / fill(source.jsonl, values), source.key)
-        else:
-            seen = (match for text in texts for match in re.findall(source, text, re.MULTILINE))
-        told[name] = [number for value in seen if (number := _number(value)) is not None]
-    return told
+            seen[name] += _rows(workdir / fill(source.jsonl, values), source.key)
+    return {
+        name: [number for value in values if (number := _number(value)) is not None] for name, values in seen.items()
+    }
+
+
+def _blocks(log: Path) -> Iterator[str]:
+    """Yield a log's text, some MiB of whole lines at a time: it may be of any size."""
+    if not log.exists():
+        return
+    with open_file(log) as file:
+        while block := file.read(_BLOCK):
+            yield (block + file.readline(MAX_LINE)).decode(errors="replace")
 
 
 def _of_rank_0(text: str) -> str:
@@ -81,13 +94,11 @@ def best(name: str, values: Iterable[float]) -> float:
 def _rows(path: Path, key: str) -> Iterator[object]:
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and key in row:
-            yield row[key]
+    with open_file(path) as file:
+        for line in read_lines(file):
+            row = json_object(line)
+            if row is not None and key in row:
+                yield row[key]
 
 
 def last_and_best(told: Mapping[str, Iterable[float]]) -> dict[str, float]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from tula_cli.host.processes import run_command
+
 PATIENCE = 60.0
 """Seconds that a command of SLURM gets; a busy controller answers after some tens of them."""
 
@@ -47,11 +49,12 @@ def call(*command: str, patience: float | None = None, environ: Mapping[str, str
     """
     limit = PATIENCE if patience is None else patience
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, timeout=limit,
-            stdin=subprocess.DEVNULL, env=environment(os.environ) if environ is None else environ,
-            start_new_session=True,  # Ctrl-C at the terminal is for tula: sbatch would end without telling the job's id
-        )  # fmt: skip
+        done = run_command(
+            command,
+            timeout=limit,
+            environ=environment(os.environ) if environ is None else environ,
+            outlives_parent=command[0] in ("sbatch", "scancel", "scontrol"),  # what it has begun, SLURM completes
+        )
     except OSError as error:
         return Answer("missing", complaint=f"{command[0]}: {error.strerror}")
     except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ from tula_cli.cluster.inspection import (
     PROGRAM,
     Inspect,
     interpreter,
+    limit_exceeded,
     not_started,
     understood,
 )
@@ -27,7 +28,7 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.sbatch import parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
-from tula_cli.errors import Interruption, Pending, SchedulerError, TulaError
+from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, read_text, write_atomic, write_record
 from tula_cli.run.records.inspections import FirstJob, Inspection
@@ -176,9 +177,18 @@ def inspect_on_node(
             f"job {job.id}, which builds the model and the dataset, has left no log in {log.parent}",
             "its node cannot write there: choose a folder on a file system that all nodes share with --run-dir",
         )
-    if not told.strip():
-        raise not_started(interpreter(spec), complaint)
-    found = understood(told, complaint)
+    try:
+        if not told.strip():
+            raise not_started(interpreter(spec), complaint)
+        found = understood(told, complaint)
+    except JobFailed as error:
+        exceeded = limit_exceeded(error, complaint)
+        if exceeded is None or exceeded[0].name != "memory":
+            raise
+        raise JobFailed(
+            f"the job that builds the model and the dataset used up its memory: {exceeded[1]}",
+            f"ask for more with {spec.cluster.memory_setting}",
+        ) from error
     write_record(kept_at(run, spec), found)
     return found
 

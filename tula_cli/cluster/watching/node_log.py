@@ -10,6 +10,7 @@ import itertools
 import os
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import IO, BinaryIO
 from tula_cli import words
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import read_end
 
 TAIL = 20_000  # bytes that tell an end
 _CHUNK = 65_536  # bytes: what a pipe holds, and the longest line that is not cut
@@ -29,6 +31,10 @@ _PATIENCE = 2.0  # seconds
 _PAUSE = 0.02
 _MARK = re.compile(rb"\0tula ([0-9]+)\0$")
 """What a supervisor writes as the end of a line into its own pipe: all before it has been read when it is."""
+MAX_LOG = 128 * 2**20
+"""Bytes of a log: of what ranks print beyond them the middle is dropped."""
+_DROPPED_LINE = b"tula: %d bytes of this log were dropped here: it had grown beyond %d MiB\n"
+_DROPPED = re.compile(rb"^tula: ([0-9]+) bytes of this log were dropped here: .*\n", re.MULTILINE)
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 """A progress bar ends its lines by the last: left as it is, the next rank's line would stand behind it."""
 
@@ -48,12 +54,36 @@ def _shares(allocation: Allocation) -> bool:
 
 def end_of(log: Path) -> str:
     """Return the end of a log; nothing where there is none."""
+    return read_end(log, TAIL)
+
+
+def cap_log(log: Path, *, most: int = MAX_LOG) -> None:
+    """Drop the middle of a log that has grown too large: a script that prints without end must not fill the disk.
+
+    Ranks only ever add to it, so that they write on while the file is cut. What is dropped is said in its place.
+
+    Args:
+        log: the file; there need be none.
+        most: its bytes at most; an eighth of them is kept of its beginning, a quarter of its end.
+    """
     try:
-        with open(log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
+        if log.stat().st_size <= most:
+            return
+        with open(
+            os.open(log, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b", 0
+        ) as file:
+            size = os.fstat(file.fileno()).st_size
+            beginning = os.pread(file.fileno(), most // 8 + 256, 0)
+            earlier = _DROPPED.search(beginning)
+            head = earlier.start() if earlier else beginning.rfind(b"\n", 0, most // 8) + 1
+            file.seek(max(head, size - most // 4))
+            end = file.read() or b""
+            end = end[end.find(b"\n") + 1 :]
+            dropped = size - head - len(end) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
+            file.truncate(head)
+            file.write(_DROPPED_LINE % (dropped, most >> 20) + end)
+    except OSError as error:
+        sys.stderr.write(f"tula: {log} has grown beyond {most >> 20} MiB and cannot be cut: {error.strerror}\n")
 
 
 @dataclass

@@ -86,6 +86,7 @@ class Attempt(Record):
     cluster: str = ""  # digest of the cluster section that it ran under (`cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)
     shortage: Shortage | None = None  # of a full disk that it ended of
+    disturbed_by: tuple[str, ...] = ()  # of a probe: trainings of the same user on the same GPUs or cores
     tula: str = ""  # version that ran it; empty where an older one did
 
     @property

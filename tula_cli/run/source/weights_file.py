@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 
 from tula_cli.errors import SpecError
+from tula_cli.run.files import is_regular
 from tula_cli.spec.job import JobSpec
 
 PART = 2**20  # bytes read at a time
@@ -35,6 +36,8 @@ def file_digest(name: str) -> str:
     path = Path(name).absolute()
     path = path / "sums.json" if path.is_dir() else path
     try:
+        if not is_regular(path):
+            raise SpecError(f"model.weights: {name} is no regular file", "name a file, or a folder of shares")
         found = path.stat()
         return _digest(path, (found.st_size, found.st_mtime_ns))
     except OSError as error:

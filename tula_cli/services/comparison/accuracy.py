@@ -348,9 +348,8 @@ def curves(run: RunDir, comparison: Comparison) -> list[Curve]:
     found = []
     for cell in comparison.cells:
         rows: dict[str, list[Mapping[str, Any]]] = {"epoch": [], "hessian": []}
-        for row in run.training(cell.signature).metrics():
-            if row["kind"] in rows:
-                rows[row["kind"]].append(row)
+        for row in run.training(cell.signature).metrics(*rows):
+            rows[row["kind"]].append(row)
         if rows["epoch"]:
             found.append(Curve(cell, tuple(rows["epoch"]), tuple(rows["hessian"])))
     return found

@@ -11,6 +11,7 @@ from tula_cli.host.outcome import advice
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.files import is_regular
 from tula_cli.run.jobfile import begun
 from tula_cli.run.records.results import Evaluated
 from tula_cli.run.records.tasks import EvaluateTask, TrainTask
@@ -76,6 +77,8 @@ def prepare(
     files = part.run.training(trained.signature)
     name, path = _weights(files, request.weights)
     own = name in (BEST, LAST)
+    if not (path.is_dir() or is_regular(path)):
+        raise SpecError(f"{path} is no regular file: it holds no weights", "choose others with --weights")
     stat = path.stat()
     identity = (
         {"name": name, "samples": path.stem} if own else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
@@ -127,13 +130,13 @@ def _weights(files: TrainingRun, asked: str | None) -> tuple[str, Path]:
             "tula status tells how far it is; --training names another one, --weights a file",
         )
     if best is not None and asked != LAST:
-        return BEST, best.resolve()
+        return BEST, (best.parent / best.readlink() if best.is_symlink() else best).absolute()
     if asked == BEST:
         raise BadMeasurements(
             f"training {files.signature} has ended no epoch yet, so there is no best one",
             "--weights last takes the newest",
         )
-    return LAST, newest[0].resolve()
+    return LAST, newest[0].absolute()
 
 
 def _code(job: JobSpec, workdir: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tula_cli.cluster.slurm.sbatch import exports, set_up
 from tula_cli.errors import SpecError
+from tula_cli.host.processes import run_command
 from tula_cli.services.node_check.site_finding import SiteFinding, ok, problem, warning
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm
@@ -153,9 +154,7 @@ def _bash(lines: Sequence[str], *, only_read: bool = False) -> _Ended:
     """Run lines as the script of a job would, or only have bash read them."""
     words = ["bash", "-n"] if only_read else ["bash"]
     try:
-        done = subprocess.run(
-            words, input="\n".join(lines) + "\n", capture_output=True, text=True, errors="replace", timeout=PATIENCE
-        )
+        done = run_command(words, stdin="\n".join(lines) + "\n", timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         return _Ended(1, "", f"it took more than {PATIENCE:g} s")
     except OSError as error:

@@ -124,8 +124,8 @@ def inspected(part: Part, dependencies: Dependencies) -> Inspection | NotInspect
 
 def _unsettled(parts: Sequence[Part], found: Mapping[str | None, Inspection | NotInspected]) -> FirstJobPlanned:
     """Return what is planned where a node has to tell what the model and the dataset of some type are."""
-    why = {name: one.message if isinstance(one, NotInspected) else "" for name, one in found.items()}
-    settled_later = {part.name: unsettled(part.spec, why=why[part.name]) for part in parts}
+    failures = {name: inspection for name, inspection in found.items() if isinstance(inspection, NotInspected)}
+    settled_later = {part.name: unsettled(part.spec, why=failures.get(part.name)) for part in parts}
     return FirstJobPlanned(settled_later, parts[0].spec.search.max_node_hours)
 
 

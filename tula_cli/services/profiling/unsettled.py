@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tula_cli.cluster.inspection import NotInspected
 from tula_cli.cluster.slurm import first_job
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.services.profile import node_hours_at_most
@@ -13,6 +14,7 @@ class UnsettledPlan:
     """A job on one node, and probes that are not known before its end. All figures are upper bounds."""
 
     why: str  # it is not done here; empty where it was
+    remedy: str  # what would make it possible here
     first_job_minutes: float  # 0 where there is none
     nodes: tuple[int, ...]  # of the search
     probe_node_hours: float  # of one round with search.strategy: adaptive
@@ -29,12 +31,12 @@ class UnsettledPlan:
         return self.first_job_minutes / 60
 
 
-def unsettled(spec: JobSpec, *, why: str) -> UnsettledPlan:
+def unsettled(spec: JobSpec, *, why: NotInspected | None) -> UnsettledPlan:
     """Return what profiling may cost before the dataset's size and the memory are known.
 
     Args:
         spec: the job.
-        why: the model and the dataset cannot be built here; empty where they were.
+        why: the model and the dataset cannot be built here; None where they were.
     """
     search = spec.search
     first = first_job.MINUTES if why else 0.0
@@ -42,7 +44,8 @@ def unsettled(spec: JobSpec, *, why: str) -> UnsettledPlan:
     total, cap = first / 60 + probes, search.max_node_hours
     node_hours = total if cap is None else max(first / 60, min(total, cap))
     return UnsettledPlan(
-        why=why,
+        why=why.message if why else "",
+        remedy=why.remedy if why else "",
         first_job_minutes=first,
         nodes=tuple(search.nodes),
         probe_node_hours=probes,

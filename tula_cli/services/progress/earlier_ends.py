@@ -76,7 +76,7 @@ def _job(spec: JobSpec) -> str:
 
 def _end(training: TrainingRun, spec: JobSpec) -> int | None:
     """Return the epoch after which an earlier training got there, all epochs where it did not; None: it does not tell."""
-    rows = [row for row in training.metrics() if row["kind"] == "epoch"]
+    rows = training.metrics("epoch")
     if not tells(rows, spec.train):
         return None
     result = training.result()

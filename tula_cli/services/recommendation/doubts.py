@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tula_cli.models.choice.objective import Choice
 from tula_cli.models.forecast import Forecast
+from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
@@ -49,6 +50,16 @@ def state_of_the_probes(results: Results, unknown: Sequence[Unknown], *, pending
         on = f"on {len(counts)} other numbers of nodes ({min(counts)} to {max(counts)})"
         warnings.append(f"{sum(one.count for one in more)} configurations more are left out, for like reasons, {on}")
     return warnings
+
+
+def disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
+    """Warn of probes that measured while trainings of the same user ran on the same GPUs or cores."""
+    return [
+        f"{attempt.task} measured while {', '.join(attempt.disturbed_by)} ran on the same GPUs or cores: its step times may"
+        f" be too long; delete its results and run tula profile again to measure it undisturbed"
+        for attempt in attempts
+        if attempt.disturbed_by
+    ]
 
 
 def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:

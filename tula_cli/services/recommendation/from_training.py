@@ -66,7 +66,7 @@ def _trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
             continue
         task, rows = (
             training.newest_task(),
-            [row for row in training.metrics() if row["kind"] in ("start", "step", "epoch", "change")],
+            [row for row in training.sampled_metrics() if row["kind"] in ("start", "step", "epoch", "change")],
         )
         if task is not None and rows:
             found.append((task, rows))

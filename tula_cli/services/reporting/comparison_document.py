@@ -36,7 +36,7 @@ def of_comparison(part: Part, comparison: Comparison, report: CompareReport, *, 
 
 
 def _environments(part: Part, signature: str) -> Iterator[Environment]:
-    yield from (row for row in part.run.training(signature).metrics() if row["kind"] == "environment")
+    yield from part.run.training(signature).metrics("environment")
 
 
 def _job(spec: JobSpec) -> Iterator[Fact]:

@@ -132,8 +132,8 @@ def _held_back(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list
         for id_ in job.ids
     ]
     known = ask(ids) if ids else {}
-    holder = machine_lock.holder()
-    return [next((words for look in looks if (words := _lives(look, known, holder, now))), "") for looks in runs]
+    holders = [ticket.holder for ticket in machine_lock.tickets()]
+    return [next((words for look in looks if (words := _lives(look, known, holders, now))), "") for looks in runs]
 
 
 def _readable(look: Snapshot) -> list[Job]:
@@ -142,7 +142,7 @@ def _readable(look: Snapshot) -> list[Job]:
     return []
 
 
-def _lives(look: Snapshot, known: Mapping[str, SchedulerState], holder: str, now: float) -> str:
+def _lives(look: Snapshot, known: Mapping[str, SchedulerState], holders: Sequence[str], now: float) -> str:
     try:
         jobs = look.jobs
         if look.damaged_jobs:
@@ -152,8 +152,9 @@ def _lives(look: Snapshot, known: Mapping[str, SchedulerState], holder: str, now
             known = {**known, **scheduler_of(RunDir(look.path).spec().cluster).ask(own)}
     except TulaError as error:
         return error.message
-    if f" of {look.here}," in holder:
-        return f"{holder.partition(' of ')[0]} has this machine"
+    for name, _, run in (holder.partition(" of ") for holder in holders):
+        if run == str(look.here):
+            return f"{name} measures, trains or waits on this machine"
     for job in jobs:
         state = local[job.id] if job.scheduler == "local" else _queued(job, known, now)
         if state.state != "ended":

@@ -388,6 +388,9 @@ def main() -> None:
     text = Path(sys.argv[1]).read_text(encoding="utf-8") if sys.argv[1:] else sys.stdin.read()
     channel.write(f"{json.dumps(answer(text))}\n")
     channel.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads, child processes and exit handlers of the user's code would keep everybody waiting
 
 
 if __name__ == "__main__":

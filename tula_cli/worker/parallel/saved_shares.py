@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tula_cli.errors import CannotWrite, TulaError
+from tula_cli.run import files
 from tula_cli.run.files import cannot_write, make_folder, write_atomic
 from tula_cli.run.storage.space import refuses
 from tula_cli.worker.ranks import Ranks
@@ -82,8 +83,8 @@ def is_whole(folder: Path, ranks: Ranks) -> bool:
 def _known(folder: Path) -> dict[str, int]:
     """Return the check sums that were written; empty where they cannot be read."""
     try:
-        content = json.loads((folder / SUMS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(files.content(folder / SUMS))
+    except (OSError, ValueError, TulaError):
         return {}
     return (
         {name: total for name, total in content.items() if isinstance(total, int)} if isinstance(content, dict) else {}
@@ -146,10 +147,10 @@ def _sums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
 def _sum(path: Path) -> int:
     total = 0
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             while chunk := file.read(_CHUNK):
                 total = zlib.crc32(chunk, total)
-    except OSError:
+    except (OSError, TulaError):
         return -1
     return total
 

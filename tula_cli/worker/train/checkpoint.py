@@ -17,7 +17,7 @@ import torch
 
 from tula_cli.errors import DiskFull, TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import remove, write_atomic
+from tula_cli.run.files import is_regular, remove, write_atomic
 from tula_cli.run.notices.fresh import appears
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.parallel import saved_shares
@@ -254,8 +254,11 @@ def _content(path: Path) -> dict[str, Any] | None:
 def _is_whole(path: Path) -> bool:
     """Return whether a checkpoint is what was written, by its check sums (which torch does not compare)."""
     try:
+        if not is_regular(path):
+            return False
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
+            unpacked = sum(part.file_size for part in archive.infolist())
+            return unpacked <= path.stat().st_size and archive.testzip() is None
     except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError):
         return False
 

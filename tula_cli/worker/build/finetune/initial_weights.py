@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.parts.shares import is_sharded
+from tula_cli.run.files import is_regular
 from tula_cli.spec.sections import Model
 
 PARTS = ("model", "state_dict", "model_state_dict")
@@ -95,6 +96,8 @@ def _unreadable(path: str, key: str, error: Exception) -> SpecError:
 def _read(path: str) -> Any:
     if Path(path).is_dir():
         return _folder(path)
+    if not is_regular(path):
+        raise SpecError(f"{path} is no regular file")
     return _safetensors(path) if path.endswith(".safetensors") else _torch(path)
 
 

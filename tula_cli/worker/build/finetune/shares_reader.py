@@ -11,6 +11,8 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from tula_cli.run import files
+
 SAFE = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -30,7 +32,7 @@ class SharesReader(FileSystemReader):
         Raises:
             pickle.UnpicklingError: there is something else in it, or it is damaged.
         """
-        content = Path(self.path, ".metadata").read_bytes()
+        content = files.content(Path(self.path, ".metadata"))
         try:
             found = _Records(io.BytesIO(content)).load()
         except (LookupError, EOFError, AttributeError, TypeError, ValueError) as error:

@@ -1,0 +1,68 @@
+"""What stands in place of a file and is none (a device without end, a pipe) is neither read nor waited for."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tula_cli.cluster.scripts.checkpoints import whole
+from tula_cli.errors import TulaError
+from tula_cli.run import files
+from tula_cli.run.source.weights_file import file_digest
+from tula_cli.spec import yaml_text
+
+# what a path leads to
+KINDS: dict[str, Callable[[Path], object]] = {
+    "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+    "a link to /dev/urandom": lambda path: path.symlink_to("/dev/urandom"),
+    "a pipe": os.mkfifo,
+    "a link to a pipe": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.path.relpath(path)),
+    "a folder": lambda path: path.mkdir(),
+    "a link to a folder": lambda path: path.symlink_to(path.parent),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+# what reads a file, and what it answers of one that is none: False, or an error
+READERS: dict[str, Callable[[Path], object]] = {
+    "record": files.content,
+    "lines": lambda path: list(files.json_lines(path)),
+    "end of a log": lambda path: files.read_end(path, 100),
+    "checkpoint of a script": lambda path: whole(path) and path.is_file(),
+    "first weights": lambda path: path.is_dir() or file_digest(str(path)),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_what_is_no_regular_file_is_not_read(
+    make: Callable[[Path], object], read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file.pt"
+    make(path)
+    try:
+        assert read(path) in (False, True) and (path.is_dir() or read(path) is False)
+    except (TulaError, OSError) as error:
+        assert path.name in str(error) or isinstance(error, IsADirectoryError)
+
+
+def test_a_pipe_into_which_nobody_writes_is_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml_text, "_PIPE_PATIENCE", 0.1)
+    os.mkfifo(tmp_path / "job.yaml")
+    with pytest.raises(TulaError, match="nothing was written"):
+        yaml_text.read_yaml(tmp_path / "job.yaml")
+
+
+def test_holes_of_a_sparse_file_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"kind": "a"}\n')
+        file.seek(20 * 2**30)
+        file.write(b'\n{"kind": "b"}\n')
+    assert [row["kind"] for row in files.json_lines(path)] == ["a", "b"]
+
+
+def test_a_file_is_read_up_to_the_size_that_it_has() -> None:
+    assert files.content(Path("/proc/self/status")) == b"", "the kernel's files say 0, whatever comes of them"

@@ -1,0 +1,51 @@
+"""Runs a command and leaves none of its processes behind: python -m tula_cli.host.guard COMMAND [ARGUMENT ...].
+
+A user's code may start threads that never end, processes in sessions of their own, or daemons, and tula may be killed with
+SIGKILL while it waits. This process adopts all of them, and kills them once the command has exited or tula has.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from tula_cli.host.processes import adopting, children_of
+
+
+def main(command: Sequence[str]) -> int:
+    """Run a command; return its exit code, 128 + N if signal N killed it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # elsewhere than on Linux the process group is killed, and no more
+            stack.enter_context(adopting())
+        try:
+            code = subprocess.Popen(command).wait()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            kill_descendants()
+    return code if code >= 0 else 128 - code
+
+
+def kill_descendants(patience: float = 10.0) -> None:
+    """Kill all processes that descend from this one: those that lose their parent become this one's children.
+
+    Args:
+        patience: seconds after which what the kernel cannot end (a process that waits for a dead file server) is left.
+    """
+    deadline = time.monotonic() + patience
+    while (children := children_of(os.getpid())) and time.monotonic() < deadline:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

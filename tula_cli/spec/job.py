@@ -336,9 +336,27 @@ def lr_scale(spec: JobSpec, batch: int) -> float:
 
     AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
     """
+    scale, limit = _unlimited_lr_scale(spec, batch), max_lr_factor(spec)
+    return scale if limit is None else min(scale, limit)
+
+
+def _unlimited_lr_scale(spec: JobSpec, batch: int) -> float:
     ratio = batch / spec.train.reference_batch
-    scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_lr_rule(spec)]
-    return scale if spec.train.max_lr_factor is None else min(scale, spec.train.max_lr_factor)
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_lr_rule(spec)]
+
+
+def max_lr_factor(spec: JobSpec) -> float | None:
+    """Return the limit of `lr_scale`: as given, else the method's; None: there is none."""
+    given = spec.train.max_lr_factor
+    return spec.train.facts.max_lr_factor if given == "auto" else given
+
+
+def limits_lr(spec: JobSpec, batch: int) -> bool:
+    """Return whether `max_lr_factor` lowers the learning rate of a training at a global batch; with method auto that of its ramps."""
+    if spec.train.facts.tunes:
+        ramp = spec.train.model_copy(update={"method": "ramp", "lr_scaling": "auto"})
+        spec = spec.model_copy(update={"train": ramp})
+    return lr_scale(spec, batch) < _unlimited_lr_scale(spec, batch)
 
 
 def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:

@@ -13,8 +13,8 @@ WINDOW = 16
 LOST, OF_LOWEST, OF_NOISE = 0.5, 0.3, 6.0
 """A level is too high if it is above the lowest one by this share of what was learned, of the lowest level itself, and by so
 many standard deviations of single steps."""
-SOUND = 0.25
-"""Of that rise: up to so much of it a loss is as it was before."""
+SOUND, FEW = 0.25, 3
+"""Of that rise: up to so much of it a loss is as it was before, in so many steps."""
 
 
 def patience(steps: int) -> int:
@@ -51,7 +51,7 @@ class LossLevel:
             self.lowest = level
             self.noise = 1.4826 * statistics.median(abs(value - level) for value in self.newest)
         limit = self._limit()
-        if loss - self.lowest <= SOUND * limit:
+        if not self.above and max([loss, *self.newest[-FEW:]]) - self.lowest <= SOUND * limit:
             self.sound = samples
         if loss - self.lowest <= limit and not self.above:
             self.lr_factor = 0.0

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec, limits_lr, max_lr_factor, warmup_epochs
-from tula_cli.spec.methods import METHODS
+from tula_cli.spec.job import JobSpec, effective_lr_limit, warmup_epochs
 from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.own_script import Script
@@ -201,8 +200,9 @@ def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
 
 def _lr_limit(spec: JobSpec, batch: int) -> dict[str, float | None]:
     """Return the limit of the learning rate where it is given, or lowers the rate at this batch: others keep their names."""
-    acts = isinstance(spec.train.max_lr_factor, float) or limits_lr(spec, batch)
-    return {"max_lr_factor": max_lr_factor(spec) or METHODS["ramp"].max_lr_factor} if acts else {}
+    given = spec.train.max_lr_factor
+    limit = given if isinstance(given, float) else effective_lr_limit(spec, batch)
+    return {} if limit is None else {"max_lr_factor": limit}
 
 
 def _steps_refresh(spec: JobSpec) -> set[str]:

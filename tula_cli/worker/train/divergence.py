@@ -20,6 +20,8 @@ from tula_cli.worker.train.loop import Step, Trainer
 
 LEAST_SCALE = 1e-4
 """Of fp16's loss, from 65536 on: 30 overflows in a row and no step between them (fairseq's --min-loss-scale)."""
+CALM = (-math.inf, -math.inf)
+"""Levels of a loss that has not blown up; of several ranks the largest counts."""
 
 
 @dataclass
@@ -31,6 +33,7 @@ class DivergenceDetector:
         default_factory=list
     )  # with their batch, since the last look, still on the device
     judged: int = 0  # of these, by rank 0
+    blown_up: tuple[float, float] = CALM  # the lowest level of the loss, and that from which it did not come down again
     spoilt: bool = False  # weights that are not finite were seen on this rank
 
     def follow(self, step: Step) -> None:
@@ -52,19 +55,13 @@ class DivergenceDetector:
         if not self.judges:
             return
         trainer, steps = self.trainer, self.losses[self.judged :]
+        size, epochs = len(trainer.datasets.train), trainer.spec.train.epochs
+        longest = patience(sum(trainer.sizes.ramp.steps(size=size, epochs=epochs).values()))
         for (at, batch, _), loss in zip(steps, _values(steps), strict=True):
             trainer.losses.add(loss, samples=at.samples, lr_factor=lr_scale(trainer.spec, batch))
+            if trainer.losses.above >= longest:
+                self.blown_up = (trainer.losses.lowest, trainer.losses.level)
         self.judged = len(self.losses)
-
-    def _blown_up(self) -> tuple[float, float]:
-        """Return the lowest and the newest level of a finite loss that was too high for longer than a spike lasts; else -inf."""
-        self.judge()
-        size, epochs = len(self.trainer.datasets.train), self.trainer.spec.train.epochs
-        steps = sum(self.trainer.sizes.ramp.steps(size=size, epochs=epochs).values()) if self.judges else 0
-        losses = self.trainer.losses
-        if not self.judges or losses.above < patience(steps):
-            return -math.inf, -math.inf
-        return losses.lowest, losses.level
 
     def look(self, *, weights: bool = False) -> str:
         """Return what is not finite, or has blown up, since when, in the same words on every rank; empty where all is well.
@@ -76,9 +73,9 @@ class DivergenceDetector:
         """
         if weights:
             self.may_save()
-        levels = self._blown_up()
+        self.judge()
         losses, self.losses, self.judged = self.losses, [], 0
-        seen = [-_first_bad(losses), float(self.spoilt), float(self._scale_has_collapsed()), *levels]
+        seen = [-_first_bad(losses), float(self.spoilt), float(self._scale_has_collapsed()), *self.blown_up]
         first, spoilt, collapsed, lowest, level = self.trainer.ranks.maxima(seen)  # the earliest step of all ranks
         if math.isfinite(first):
             return f"the loss is not finite at {self._place(next(at for at, *_ in losses if at.steps == -first))}"

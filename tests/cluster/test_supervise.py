@@ -381,6 +381,12 @@ def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks
     assert run.training("s").diverged() == run.attempts()[-1]
 
 
+@pytest.mark.promise(
+    "a process",
+    "the loss of a training whose batch grows is not finite, or rises and stays high",
+    "it restarts once from the checkpoint before, with half the factor of its learning rate; the second time it ends with exit"
+    " code 9",
+)
 def test_a_ramp_that_diverges_is_started_again_once_at_half_the_factor(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:

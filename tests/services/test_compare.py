@@ -309,7 +309,7 @@ def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path)
     assert words.startswith(
         "rows that fit this job: lbt, ramp (ramp is the job's own); without sqrt, which never leaves its 5"
     )
-    assert "--methods names others, of ags, lrs, " in words
+    assert words.endswith("--methods names others, of ags, static, auto"), "the others need SGD or more epochs"
     fsdp, _ = default_grid(tmp_path / "2", optimizer={"name": "AdamW"}, train={"method": "lbt", "parallel": "fsdp"})
     assert "without ramp, which train.parallel" in services_compare.default_rows(fsdp, nodes=1).words
 

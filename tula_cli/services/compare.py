@@ -344,16 +344,15 @@ class DefaultRows:
     own: str
     methods: tuple[str, ...]
     refused: Mapping[str, str]  # why a row does not fit
+    others: tuple[str, ...]  # methods that would fit too
 
     @property
     def words(self) -> str:
         """The rows, and which are left out for which reason."""
-        own = variant_of(self.own).method
-        others = [name for name in METHODS if name not in (*self.methods, *self.refused, own)]
         why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
         return (
             f"rows that fit this job: {', '.join(self.methods)} ({self.own} is the job's own){why}; --methods names others, of"
-            f" {', '.join(others)}"
+            f" {', '.join(self.others)}"
         )
 
 
@@ -371,7 +370,8 @@ def default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
         wanted = OF_SGD if name == "SGD" else OF_DIVIDING if name in DIVIDING else OF_OTHERS
     refused = {method: why for method in wanted if method != own and (why := _why_no_default(spec, method))}
     rows = dict.fromkeys((*wanted, own))
-    return DefaultRows(own, tuple(method for method in rows if method not in refused), refused)
+    others = (name for name in METHODS if name not in (*rows, spec.train.method) and not _why_no_default(spec, name))
+    return DefaultRows(own, tuple(method for method in rows if method not in refused), refused, tuple(others))
 
 
 def _why_no_default(spec: JobSpec, method: str) -> str:

@@ -25,7 +25,7 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
 from tula_cli.services.comparison import scripted
-from tula_cli.services.comparison.rows import VARIANTS, own_row, variant_of
+from tula_cli.services.comparison.rows import REFERENCE, VARIANTS, own_row, variant_of
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
 from tula_cli.spec.load import validate
@@ -36,8 +36,6 @@ OF_SGD, OF_DIVIDING, OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp")
 """What is compared with the job's own method unless something else is asked for: by its optimizer (`presets.DIVIDING`)."""
 METHODS_OF_SCRIPTS = ("lbt", "lrs", "sqrt", "ags")
 """The same for a script of the user's own, as far as it takes them."""
-REFERENCE = "lbt"
-"""At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
 CONTROLS = ("lbt-x2", "lbt-x4")
 """A large batch whose learning rate was raised by hand: what a method has to beat to be worth anything. Beside the default rows
 there is one: the second from 8 times the reference batch on."""

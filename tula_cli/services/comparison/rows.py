@@ -17,6 +17,8 @@ from tula_cli.spec.merge import override
 from tula_cli.spec.methods import METHODS, Facts, facts_of
 from tula_cli.spec.yaml_text import parse_yaml
 
+REFERENCE = "lbt"
+"""At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
 SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
 """Of the job: what a row may change. The model and the data are the same in all, or nothing is compared."""
 FIXED = {
@@ -66,7 +68,7 @@ def own_row(spec: JobSpec) -> str:
     train = spec.train
     kept = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
     settings = {} if train.facts.ramps else kept
-    if train.method == "lbt" and train.lr_scaling != "auto":
+    if train.method == REFERENCE and train.lr_scaling != "auto":
         settings = {"lr_scaling": train.lr_scaling, **settings}
     return ":".join([train.method, *(f"train.{name}={json.dumps(value)}" for name, value in settings.items())])
 

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tula_cli.services.compare import REFERENCE, ComparePlan, Grid
+from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import rows
-from tula_cli.services.comparison.rows import Variant
+from tula_cli.services.comparison.rows import REFERENCE, Variant
 
 DECAY = {"weight_decay": 2e-3}  # four times that of both networks
 LAMB = {"name": "AdamW", "momentum": None, "lr": 0.01, "weight_decay": 0.01}

@@ -1,6 +1,7 @@
 """A training as a chain of allocations: what the next link does after each way in which the one before has ended."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -401,6 +402,20 @@ def test_a_final_failure_is_not_repeated_by_the_next_link(
     assert cluster.cancelled == ["12", "13", "14", "15"]
     chain.start("12")
     assert chain.outcomes() == [outcome]
+
+
+def test_a_ramp_that_diverges_restarts_in_the_same_allocation_and_the_links_stay_until_it_is_over(
+    chain: Chain, cluster: Cluster
+) -> None:
+    row = {"kind": "diverged", "samples": 640, "lr_factor": 16.0}
+    chain.will_write(chain.run.training("s").metrics_path, json.dumps(row) + "\n")
+    ending = textwrap.dedent(chain.script)
+    chain.script = f"{ending}\nfrom tula_cli.errors import Diverged; raise Diverged('the loss is not finite')"
+    chain.start("11")
+    assert chain.outcomes() == ["diverged", "diverged"]
+    assert [(task.attempt, task.max_lr_factor) for task in chain.run.training("s").tasks()] == [(1, None), (2, 8.0)]
+    assert {attempt.job_id for attempt in chain.run.attempts()} == {"11"}
+    assert cluster.cancelled == ["12", "13", "14", "15"]
 
 
 def test_lost_processes_are_counted_over_all_links(chain: Chain) -> None:

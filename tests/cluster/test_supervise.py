@@ -381,6 +381,29 @@ def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks
     assert run.training("s").diverged() == run.attempts()[-1]
 
 
+@pytest.mark.promise(
+    "a process",
+    "the loss of a training whose batch grows is not finite, or rises and stays high",
+    "it restarts once from the checkpoint before, with half the factor of its learning rate; the second time it ends with exit"
+    " code 9",
+)
+def test_a_ramp_that_diverges_is_started_again_once_at_half_the_factor(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    row = {"kind": "diverged", "samples": 640, "message": "the loss is not finite", "sound": 512, "lr_factor": 8.0}
+    path = run.training("s").metrics_path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(row) + "\n")
+    words = "Diverged: the loss is not finite at epoch 2.00"
+    ranks.will(*(ranks.fail(f"train-s-{k}", words, "diverged") for k in (1, 2)), ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-1", "train-s-2"], "once"
+    relaunch = run.task("train-s-2")
+    assert isinstance(relaunch, TrainTask) and relaunch.max_lr_factor == 4
+    assert relaunch.cause == f"{words}; restarted from before with train.max_lr_factor 4"
+    assert run.training("s").diverged() == run.attempts()[-1]
+
+
 def test_host_memory_goes_on_once_with_fewer_loader_processes(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     ranks.will(*(ranks.fail(f"train-s-{k}", "DataLoader worker is killed", "host_oom") for k in (1, 2)))
     cluster_supervise.supervise(run.path, training.id)

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import make_runs as make
 import pytest
@@ -30,7 +31,7 @@ from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, kept, session, trainings
-from tula_cli.services.comparison.rows import known_methods
+from tula_cli.services.comparison.rows import known_methods, own_row
 from tula_cli.services.progress import job_status
 from tula_cli.services.reporting import compared as compared_document
 from tula_cli.services.reporting import comparison_document, gradient_figures
@@ -252,6 +253,65 @@ def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunD
     with pytest.raises(SpecError) as error:
         plan(run, dataclasses.replace(grid, methods=("lamb",)))
     assert "takes the place of Adam or AdamW, not of optimizer.name: SGD" in str(error.value.problems[0])
+
+
+OPTIMIZERS = (
+    ("SGD", {}), ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "args": {"nesterov": True}}), ("Adam", {}), ("AdamW", {}),
+    ("NAdam", {}), ("RAdam", {}), ("Adamax", {}), ("Adagrad", {}), ("Adadelta", {}), ("Adafactor", {}), ("RMSprop", {}),
+    ("Rprop", {}), ("Muon", {}), ("ASGD", {}), ("mine:Lamb", {}), ("mine:Lars", {}),
+)  # fmt: skip
+OF_METHODS = {
+    "lars": "SGD", "lamb": "AdamW", "polo": "SGD", "adascale": "SGD", "static": "AdamW", "ortho": "SGD", "lrs": "RMSprop",
+    "schedule_free": "AdamW", "auto": "AdamW", "ags": "AdamW", "lbt": "Adam", "mine:Method": "AdamW",
+}  # fmt: skip
+
+
+def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any]) -> tuple[JobSpec, Grid]:
+    """Return a job of 32 -> 512 with the grid of a comparison that names nothing but the batch."""
+    base = {**SPEC, "train": {**SPEC["train"], "epochs": 20, "method": "ramp"}}
+    spec = make.spec(**{**base, **{name: {**base.get(name, {}), **own} for name, own in changes.items()}})
+    run = RunDir.create(tmp_path / "tula-runs", spec)
+    return spec, session.GridRequest(batches=(batch,)).grid(run, spec, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"optimizer": {"name": name, "lr": 0.01, **own}} for name, own in OPTIMIZERS),
+        *({"optimizer": {"name": of}, "train": {"method": method}} for method, of in OF_METHODS.items()),
+        *({"optimizer": {"name": of}, "train": {"method": "lbt", "parallel": "fsdp"}} for of in ("SGD", "AdamW")),
+        {"optimizer": {"name": "AdamW"}, "train": {"epochs": 4}},
+        {"optimizer": {"name": "AdamW", "beta2_half_life": "auto"}},
+        {"train": {"method": "lrs", "ramp": [{"epochs": 1, "batch": 64}]}},
+        {"train": {"method": "lbt", "lr_scaling": "sqrt"}},
+        {"train": {"method": "ramp", "max_lr_factor": 4}},
+    ],
+)
+def test_without_methods_every_job_has_rows_that_fit_with_its_own(tmp_path: Path, changes: dict[str, Any]) -> None:
+    spec, grid = default_grid(tmp_path, **changes)
+    own = own_row(spec)
+    assert {"lbt", own} <= set(grid.methods) and len(grid.methods) <= 4
+    assert grid.rows(32)[0] == ("lbt", 32) and ("lbt-x4", 512) in grid.rows(32), "one control"
+    services_compare._refuse_misfits(spec, grid)
+    made = services_compare.cell_spec(spec, own, spec.train.seed)
+    assert train_signature(made, nodes=1, batch=512) == train_signature(spec, nodes=1, batch=512), "as the job trains"
+
+
+def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smaller_one(tmp_path: Path) -> None:
+    spec, grid = default_grid(tmp_path, batch=32)
+    assert grid.rows(32) == [("lbt", 32), ("ags", 32), ("ramp", 32)]
+    assert services_compare.default_control(spec, (32, 64)) == ("lbt-x2",)
+
+
+def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path) -> None:
+    spec, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"epochs": 4})
+    words = services_compare.default_rows(spec, nodes=1).words
+    assert words.startswith(
+        "rows that fit this job: lbt, ramp (ramp is the job's own); without sqrt, which never leaves its 5"
+    )
+    assert words.endswith("--methods names others, of ags, static, auto"), "the others need SGD or more epochs"
+    fsdp, _ = default_grid(tmp_path / "2", optimizer={"name": "AdamW"}, train={"method": "lbt", "parallel": "fsdp"})
+    assert "without ramp, which train.parallel" in services_compare.default_rows(fsdp, nodes=1).words
 
 
 def test_settings_of_ags_train_nothing_else_again(run: RunDir) -> None:
@@ -869,10 +929,12 @@ def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
 
 
 def test_methods_of_a_script_are_those_that_run_on_it() -> None:
-    assert services_compare.default_methods(script_job(), nodes=2) == ("lbt", "lrs", "sqrt", "ags")
-    assert services_compare.default_methods(script_job(), nodes=1) == ("lbt", "lrs", "sqrt"), "one GPU has no other"
+    assert services_compare.default_rows(script_job(), nodes=2).methods == ("lbt", "lrs", "sqrt", "ags")
+    assert services_compare.default_rows(script_job(), nodes=1).methods == ("lbt", "lrs", "sqrt"), (
+        "one GPU has no other"
+    )
     own_scaling = script_job(COMMAND.replace(" --lr {lr}", ""), lr=None)
-    assert services_compare.default_methods(own_scaling, nodes=2) == ("lbt", "ags")
+    assert services_compare.default_rows(own_scaling, nodes=2).methods == ("lbt", "ags")
     grid = session.GridRequest(batches=(64,)).grid(RunDir(Path("x")), own_scaling, None)
     assert not grid.controls, "there is no learning rate to raise"
     told = services_compare.plan(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
@@ -892,7 +954,7 @@ def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> Non
     )
     assert services_compare.cell_spec(spec, "ags", 0).ags.delta == 0.2
     assert services_compare.cell_spec(spec, "lrs", 0).train.method == "lrs", "which section ags would be refused with"
-    assert "ags" in services_compare.default_methods(spec, nodes=1), "the job says that its loop helps"
+    assert "ags" in services_compare.default_rows(spec, nodes=1).methods, "the job says that its loop helps"
 
 
 # --- what recommend tells of it

@@ -10,7 +10,7 @@ import yaml
 from tula_cli.errors import SpecError
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, lr_scale
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import dump_yaml, load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX, merge_sources
@@ -637,6 +637,43 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
 )
 def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
     assert train_signature(spec(**change), nodes=2, batch=64) == train_signature(spec(), nodes=2, batch=64)
+
+
+REGRESSION = {"loss": {"name": "MSELoss"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "at_8", "at_16", "at_32"),
+    [
+        ({"train__method": "ramp", **REGRESSION}, 8, 8, 8),
+        ({"train__method": "ramp"}, 8, 16, 16),
+        ({"train__method": "ramp", "loss": {"name": "CrossEntropyLoss"}}, 8, 16, 16),
+        ({"train__method": "ramp", "loss": {"name": "mine:loss"}}, 8, 8, 8),
+        ({"train__method": "ramp", "train__max_lr_factor": None, **REGRESSION}, 8, 16, 32),
+        ({"train__method": "ramp", "train__max_lr_factor": 20, **REGRESSION}, 8, 16, 20),
+        ({"train__method": "ramp", "train__max_lr_factor": 4}, 4, 4, 4),
+        ({"train__method": "ramp", "train__lr_scaling": "sqrt", **REGRESSION}, 8**0.5, 4, 32**0.5),
+        ({"train__method": "ramp", "optimizer__name": "AdamW", **REGRESSION}, 8**0.5, 4, 32**0.5),
+        ({"train__method": "lrs", **REGRESSION}, 8, 16, 32),
+        ({"train__method": "lars", **REGRESSION}, 8, 16, 32),
+        ({"train__method": "lbt", "train__lr_scaling": "linear", **REGRESSION}, 8, 16, 32),
+        ({"train__method": "lbt", **REGRESSION}, 1, 1, 1),
+    ],
+)
+def test_the_learning_rate_of_a_ramp_is_limited_and_others_are_as_their_paper_has_them(change, at_8, at_16, at_32):
+    job = spec(train__reference_batch=16, **change)
+    assert [lr_scale(job, 16 * factor) for factor in (1, 8, 16, 32)] == pytest.approx([1, at_8, at_16, at_32])
+
+
+def test_a_limit_names_another_training_only_where_it_acts():
+    def name(batch, **change):
+        return train_signature(spec(train__reference_batch=16, **REGRESSION, **change), nodes=1, batch=batch)
+
+    for method in ("ramp", "auto"):
+        default, none = {"train__method": method}, {"train__method": method, "train__max_lr_factor": None}
+        assert name(128, **default) == name(128, **none) and name(256, **default) != name(256, **none)
+    assert name(256, train__method="ramp") == name(256, train__method="ramp", train__max_lr_factor=8)
+    assert name(256, train__method="lrs") == name(256, train__method="lrs", train__max_lr_factor=None)
 
 
 def test_a_batch_that_grows_is_measured_as_one_that_stays():

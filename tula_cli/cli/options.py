@@ -137,7 +137,8 @@ Methods = Annotated[
     typer.Option(
         metavar="A,B",
         help="Values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust, with settings behind colons"
-        " (ags:delta=0.1,lbt:optimizer.lr=0.2); lbt,lrs,lars,polo,ags, of a script lbt,lrs,sqrt,ags.",
+        " (ags:delta=0.1,lbt:optimizer.lr=0.2); without it rows that fit the job's optimizer, with"
+        " its own method and one control.",
     ),
 ]
 Batches = Annotated[str | None, typer.Option(metavar="N,M", help="Global batches; else the recommended one.")]

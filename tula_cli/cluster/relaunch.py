@@ -43,7 +43,14 @@ COUNTED: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_erro
 """Endings of which there may be `RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
 ALLOCATION_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows == "next job")
 """Endings of an allocation: training goes on in the next one for as long as checkpoints advance."""
-UNWRITTEN: tuple[OutcomeClass, ...] = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oom", "device_oom", "stage_end")
+UNWRITTEN: tuple[OutcomeClass, ...] = (
+    *PROCESS_LOST,
+    *ALLOCATION_LOST,
+    "host_oom",
+    "device_oom",
+    "stage_end",
+    "diverged",
+)
 """Endings whose relaunch may not have been written yet."""
 
 
@@ -162,7 +169,9 @@ def _after_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int)
 
 
 def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
-    """Return the next attempt: less memory after an OOM, fewer loader processes after the host's, else the same."""
+    """Return the next attempt: less memory after an OOM, fewer loader processes after the host's, a lower learning rate
+    after a growing batch diverged, else the same.
+    """
     update: dict[str, object] = {}
     following = task.next_stage
     if following is not None and reason.outcome in ("stage_end", "device_oom"):
@@ -182,6 +191,12 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
             return None
         cause = f"host out of memory with {task.workers} loader processes a rank"
         update = {"workers": fewer}
+    elif reason.outcome == "diverged":
+        limit = _lower_lr_limit(run, task)
+        if limit is None:
+            return None
+        cause = f"{reason.message}; restarted from before with train.max_lr_factor {limit:g}"
+        update = {"max_lr_factor": limit}
     elif reason.outcome in COUNTED and lost < task.spec.train.max_attempts:
         cause = f"{reason.outcome}: {reason.words}"
     elif reason.outcome in ALLOCATION_LOST:
@@ -195,6 +210,15 @@ def again(task: TrainTask, cause: str, **update: object) -> TrainTask:
     """Return the next attempt of a training, and why there is one."""
     attempt = task.attempt + 1
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
+
+
+def _lower_lr_limit(run: RunDir, task: TrainTask) -> float | None:
+    """Return half the factor of the learning rate at which a growing batch diverged; None at the second time, or at factor 1."""
+    if task.max_lr_factor is not None or runs_script(task):
+        return None
+    rows = (row for row in reversed(run.training(task.signature).metrics()) if row["kind"] == "diverged")
+    factor = next((row.get("lr_factor") for row in rows), None) or 1.0
+    return max(1.0, factor / 2) if factor > 1 else None
 
 
 def _fallback(run: RunDir, task: TrainTask) -> Fallback | None:

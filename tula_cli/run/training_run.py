@@ -97,9 +97,11 @@ class TrainingRun:
         return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     def diverged(self) -> Attempt | None:
-        """Return the newest attempt if that is how it ended."""
-        newest = max(self.attempts(), key=lambda attempt: attempt.started_at, default=None)
-        return newest if newest is not None and newest.outcome == "diverged" else None
+        """Return the newest attempt if it diverged and no relaunch follows it."""
+        newest, task = max(self.attempts(), key=lambda attempt: attempt.started_at, default=None), self.newest_task()
+        if newest is None or newest.outcome != "diverged" or (task is not None and task.id != newest.task):
+            return None
+        return newest
 
     # --- how far it is
 

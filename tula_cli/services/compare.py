@@ -7,7 +7,7 @@ on after an out-of-memory and is attached to as `tula train` does, and is never 
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from tula_cli.cluster.scripts.values import learning_rate
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import price_words
+from tula_cli.presets import DIVIDING
 from tula_cli.run.code import choose
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import import_strings
@@ -24,20 +25,20 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
 from tula_cli.services.comparison import scripted
-from tula_cli.services.comparison.rows import VARIANTS, variant_of
+from tula_cli.services.comparison.rows import REFERENCE, VARIANTS, own_row, variant_of
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
 from tula_cli.spec.load import validate
+from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import train_signature
 
-DEFAULT_METHODS = ("lbt", "lrs", "lars", "polo", "ags")
-"""Those of the paper's Table I."""
+OF_SGD, OF_DIVIDING, OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp"), ("lbt", "ramp")
+"""What is compared with the job's own method unless something else is asked for: by its optimizer (`presets.DIVIDING`)."""
 METHODS_OF_SCRIPTS = ("lbt", "lrs", "sqrt", "ags")
 """The same for a script of the user's own, as far as it takes them."""
-REFERENCE = "lbt"
-"""At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
 CONTROLS = ("lbt-x2", "lbt-x4")
-"""A large batch whose learning rate was raised by hand: what a method has to beat to be worth anything."""
+"""A large batch whose learning rate was raised by hand: what a method has to beat to be worth anything. Beside the default rows
+there is one: the second from 8 times the reference batch on."""
 A_START = 15.0
 """Seconds after which a training that does not run yet is said to wait."""
 Inspect = Callable[[JobSpec], Inspection]
@@ -54,7 +55,7 @@ class Grid:
     batches: tuple[int, ...]
     seeds: int
     nodes: int
-    controls: bool = True
+    controls: bool | tuple[str, ...] = True  # all, none or these
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -70,8 +71,9 @@ class Grid:
         found = [(REFERENCE, reference)]
         for batch in self.batches:
             found += [(method, batch) for method in self.methods]
-            if self.controls and batch > reference:
-                found += [(method, batch) for method in CONTROLS]
+            if batch > reference:
+                controls = CONTROLS if self.controls is True else self.controls or ()
+                found += [(method, batch) for method in controls]
         return list(dict.fromkeys(found))
 
 
@@ -199,7 +201,8 @@ def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
     found = {method: why_not(spec, method) for method in grid.methods}
     problems = tuple(Problem(method, why) for method, why in found.items() if why)
     if problems:
-        raise SpecError("methods: some do not go with the job", "leave them out", problems=problems)
+        fitting = ",".join(method for method, why in found.items() if not why) or "lbt"
+        raise SpecError("methods: some do not go with the job", f"--methods {fitting}", problems=problems)
 
 
 def _look_at_own_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect) -> None:
@@ -332,17 +335,56 @@ def default_nodes(run: RunDir, spec: JobSpec) -> int:
     return found.choice.nodes if found is not None else min(spec.search.nodes)
 
 
-def default_methods(spec: JobSpec, *, nodes: int) -> tuple[str, ...]:
-    """Return what is compared unless something else is asked for.
+@dataclass(frozen=True)
+class DefaultRows:
+    """What is compared unless something else is asked for: the rows that fit the job, its own among them."""
+
+    own: str
+    methods: tuple[str, ...]
+    refused: Mapping[str, str]  # why a row does not fit
+    others: tuple[str, ...]  # methods that would fit too
+
+    @property
+    def words(self) -> str:
+        """The rows, and which are left out for which reason."""
+        why = "".join(f"; without {method}, which {reason}" for method, reason in self.refused.items())
+        return (
+            f"rows that fit this job: {', '.join(self.methods)} ({self.own} is the job's own){why}; --methods names others, of"
+            f" {', '.join(self.others)}"
+        )
+
+
+def default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
+    """Return the rows of a comparison for which none are named.
 
     Around a script's optimizer nothing is scaled on one GPU, unless its loop helps: then the job says so.
     """
-    if spec.script is None:
-        return DEFAULT_METHODS
-    scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.facts.scales
-    return tuple(
-        method for method in METHODS_OF_SCRIPTS if (scales or not _scales(method)) and not why_not(spec, method)
-    )
+    own = own_row(spec)
+    if spec.script is not None:
+        scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.facts.scales
+        wanted = tuple(method for method in METHODS_OF_SCRIPTS if scales or not _scales(method))
+    else:
+        name = spec.optimizer.name
+        wanted = OF_SGD if name == "SGD" else OF_DIVIDING if name in DIVIDING else OF_OTHERS
+    refused = {method: why for method in wanted if method != own and (why := _why_no_default(spec, method))}
+    rows = dict.fromkeys((*wanted, own))
+    others = (name for name in METHODS if name not in (*rows, spec.train.method) and not _why_no_default(spec, name))
+    return DefaultRows(own, tuple(method for method in rows if method not in refused), refused, tuple(others))
+
+
+def _why_no_default(spec: JobSpec, method: str) -> str:
+    try:
+        made = cell_spec(spec, method, spec.train.seed)
+    except SpecError as error:
+        return "; ".join(problem.message for problem in error.problems) or error.message
+    warmup = 0.0 if spec.script is not None else warmup_epochs(made)
+    never = f"never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
+    return misfit(made) or (never if warmup >= spec.train.epochs else "")
+
+
+def default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, ...]:
+    """Return the control beside the default rows."""
+    return CONTROLS[1:] if max(batches) >= 8 * spec.train.reference_batch else CONTROLS[:1]
 
 
 def default_batches(run: RunDir) -> tuple[int, ...]:

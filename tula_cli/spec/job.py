@@ -21,6 +21,7 @@ from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Se
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import plural
 
+CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 """Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
 
@@ -336,9 +337,33 @@ def lr_scale(spec: JobSpec, batch: int) -> float:
 
     AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
     """
+    scale, limit = _unlimited_lr_scale(spec, batch), max_lr_factor(spec)
+    return scale if limit is None else min(scale, limit)
+
+
+def _unlimited_lr_scale(spec: JobSpec, batch: int) -> float:
     ratio = batch / spec.train.reference_batch
-    scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_lr_rule(spec)]
-    return scale if spec.train.max_lr_factor is None else min(scale, spec.train.max_lr_factor)
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_lr_rule(spec)]
+
+
+def max_lr_factor(spec: JobSpec) -> float | None:
+    """Return the limit of `lr_scale`: as given, else the method's, twice that with a cross-entropy; None: there is none.
+
+    A cross-entropy's gradient is bounded, however wrong the output is; one heavy row of a regression may make a step that long
+    that the training diverges.
+    """
+    given, by_method = spec.train.max_lr_factor, spec.train.facts.max_lr_factor
+    if given != "auto" or by_method is None:
+        return None if given == "auto" else given
+    return 2 * by_method if spec.loss.name in CROSS_ENTROPIES else by_method
+
+
+def effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
+    """Return `max_lr_factor` if it lowers the learning rate at a global batch, else None; with method auto that of its ramps."""
+    if spec.train.facts.tunes:
+        ramp = spec.train.model_copy(update={"method": "ramp", "lr_scaling": "auto"})
+        spec = spec.model_copy(update={"train": ramp})
+    return max_lr_factor(spec) if lr_scale(spec, batch) < _unlimited_lr_scale(spec, batch) else None
 
 
 def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:

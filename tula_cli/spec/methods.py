@@ -17,6 +17,7 @@ class Facts:
 
     file: str = "plain"  # of worker/methods, where its object METHOD is
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate, in batch / reference_batch
+    max_lr_factor: float | None = None  # of train.max_lr_factor: auto; None: no limit
     refuses_lr_scaling: Mapping[str, str] = field(default_factory=dict)  # value of train.lr_scaling -> why
     warmup_epochs: float = 0.0  # where the spec gives none
     replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
@@ -106,6 +107,7 @@ METHODS: dict[str, Facts] = {
     "ramp": Facts(
         "ramp",
         lr_scaling="linear",
+        max_lr_factor=8.0,
         is_arm=True,
         ramps=True,
         worth=(

@@ -260,9 +260,9 @@ class Train(Section):
     reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
     method: Method = "ags"  # how the large batch is trained; or package.module:attribute of one of your own
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
-    max_lr_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = (
-        None  # the most that lr_scaling multiplies the learning rate by
-    )
+    # the most that the learning rate is multiplied by; auto: with method ramp, and in the ramps of method auto, 8, with a
+    # cross-entropy 16, else no limit; null: no limit
+    max_lr_factor: Literal["auto"] | Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = "auto"
     # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; noise:
     # doubled as the gradient noise scale that was measured grows; or stages such as [{epochs: 1, batch: 128},
     # {samples: 50000, batch: 256}]; null: it does not, but for method ramp

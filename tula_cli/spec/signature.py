@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec, warmup_epochs
+from tula_cli.spec.job import JobSpec, effective_lr_limit, warmup_epochs
 from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.own_script import Script
@@ -83,19 +83,24 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["dataset"] = _dataset(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
-    parts["train"] = spec.train.model_dump(
-        exclude={
-            *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
-            "gradient_noise",
-            *("metrics", "best"),  # they tell of the weights and change none
-            *(() if spec.train.until else ("until",)),
-            *(name for name in ("ramp", "ramp_noise", "max_lr_factor") if getattr(spec.train, name) is None),
-            *(() if spec.train.ramp_nodes != "same" else ("ramp_nodes",)),
-            *(() if spec.train.sharded else ("parallel",)),
-            "fsdp_blocks",
-            *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
-        }
-    ) | _computing(spec.train, {"tf32"})
+    parts["train"] = (
+        spec.train.model_dump(
+            exclude={
+                *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
+                "gradient_noise",
+                *("metrics", "best"),  # they tell of the weights and change none
+                *(() if spec.train.until else ("until",)),
+                *(name for name in ("ramp", "ramp_noise") if getattr(spec.train, name) is None),
+                "max_lr_factor",
+                *(() if spec.train.ramp_nodes != "same" else ("ramp_nodes",)),
+                *(() if spec.train.sharded else ("parallel",)),
+                "fsdp_blocks",
+                *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
+            }
+        )
+        | _computing(spec.train, {"tf32"})
+        | _lr_limit(spec, batch)
+    )
     if spec.train.until and spec.train.until.epochs is None:
         parts["train"]["until"].pop("epochs")  # as before there was such a key
     if isinstance(spec.train.ramp, list):
@@ -122,6 +127,7 @@ def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) ->
     """Return what changes the weights of a script: all that it is told."""
     own = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
+    told |= _lr_limit(spec, where["batch"])
     ags = {"ags": spec.ags.model_dump(exclude={"exclude"})} if spec.train.facts.scales else {}
     return digest({"script": own, "train": told, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
@@ -190,6 +196,13 @@ def _optimizer(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]
 def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
     """Return those of the settings that are not the default."""
     return train.model_dump(include=set(names), exclude_defaults=True)
+
+
+def _lr_limit(spec: JobSpec, batch: int) -> dict[str, float | None]:
+    """Return the limit of the learning rate where it is given, or lowers the rate at this batch: others keep their names."""
+    given = spec.train.max_lr_factor
+    limit = given if isinstance(given, float) else effective_lr_limit(spec, batch)
+    return {} if limit is None else {"max_lr_factor": limit}
 
 
 def _steps_refresh(spec: JobSpec) -> set[str]:

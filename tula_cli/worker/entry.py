@@ -32,11 +32,15 @@ def run_training(
         preemption: who tells when to leave.
 
     Raises:
-        Diverged: loss or weights are not finite; the newest checkpoint is from before.
+        Diverged: loss or weights are not finite, or the loss of a growing batch has blown up; the newest checkpoint is
+            from before.
     """
     preemption = preemption or PreemptionHandler(ranks)
     if ranks.from_first(int(run.training(task.signature).result() is not None)):
         return
+    if task.max_lr_factor is not None:
+        limited = task.spec.train.model_copy(update={"max_lr_factor": task.max_lr_factor})
+        task = task.model_copy(update={"spec": task.spec.model_copy(update={"train": limited})})
     energy = TrainingEnergy(run, task.signature, ranks)
     with contextlib.suppress(Preempted):
         _train(task, TrainContext(run, ranks, datasets, preemption, attempt, energy, task))

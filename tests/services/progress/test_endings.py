@@ -42,7 +42,12 @@ def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass
     follows = ENDINGS[outcome].follows
     on_slurm = Cluster(kind="slurm")
     relaunch = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), 1)
-    if follows in ("nothing", "held", "more nodes"):  # this training has no further stage
+    if follows in (
+        "nothing",
+        "held",
+        "more nodes",
+        "lower rate",
+    ):  # this training has no further stage, nor a batch that grows
         assert relaunch is None and not leaves_allocation(outcome, on_slurm)
         return
     assert isinstance(relaunch, TrainTask) and relaunch.attempt == 2

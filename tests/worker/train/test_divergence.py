@@ -47,14 +47,14 @@ def test_the_first_step_whose_loss_is_no_number_is_told(alone: Ranks) -> None:
 def test_every_rank_tells_the_earliest_step_of_all(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     watch = followed(subject, bad=(4,))
-    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-2.0, 0.0, 0.0))
+    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-2.0, 0.0, 0.0, *divergence.CALM))
     assert watch.look() == "the loss is not finite at epoch 0.32, step 2, 32 samples"
 
 
 def test_what_another_rank_sees_in_its_weights_ends_this_one_too(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     watch = followed(subject)
-    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-math.inf, 1.0, 0.0))
+    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-math.inf, 1.0, 0.0, *divergence.CALM))
     assert watch.look().startswith("the weights are not finite at epoch 0.80, step 5, 80 samples")
 
 
@@ -87,3 +87,26 @@ def test_steps_that_fp16_skips_are_no_divergence_until_none_is_left(alone: Ranks
     assert watch.look(weights=True) == ""
     subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": divergence.LEAST_SCALE / 2})
     assert watch.look() == "the gradient overflows fp16 at every step, up to epoch 0.80, step 5, 80 samples"
+
+
+RAMP = {"train": {"method": "ramp", "epochs": 12}}
+
+
+def blown_up(subject: Trainer, *, at: int) -> tuple[DivergenceDetector, int]:
+    """Train to the end with losses that fall from 1 to 0.1, and are 5 from a step on; return the samples before that, too."""
+    watch, before = DivergenceDetector(subject), 0
+    for number, step in enumerate(worker_train_loop.steps(subject), 1):
+        before = subject.position.samples if number < at else before
+        loss = torch.tensor(5.0 if number >= at else max(0.1, 1 - number / 20))
+        watch.follow(Step(loss, *(getattr(step, field.name) for field in dataclasses.fields(Step)[1:])))
+    return watch, before
+
+
+def test_a_finite_loss_that_stays_high_is_a_divergence_where_a_ramp_has_raised_the_learning_rate(alone: Ranks) -> None:
+    subject = trainer(spec(**RAMP), alone, batch=16)
+    watch, before = blown_up(subject, at=30)
+    words = watch.look()
+    assert words.startswith("the loss rose from 0.100 and has not recovered: 5.00 at epoch 12.00, step "), words
+    assert (subject.losses.lr_factor, subject.losses.sound) == (2.0, before)
+    for other in (spec(train={"epochs": 12}), spec(train={**RAMP["train"], "lr_scaling": "none"})):
+        assert blown_up(trainer(other, alone, batch=16), at=30)[0].look() == ""

@@ -12,6 +12,8 @@ import pytest
 import torch
 from worker_jobs import Interrupted, final_weights, prediction, rows, same, spec, train_task
 
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.relaunch import next_task
 from tula_cli.errors import Diverged
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
@@ -127,6 +129,32 @@ def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Rank
         run_training(task, run, alone, datasets)
     assert run.training(task.signature).newest_samples() == 48
     assert all(value.isfinite().all() for value in final_weights(run, task).values())
+
+
+def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alone: Ranks, run: RunDir) -> None:
+    """The data has a fault at one sample, which the second start does not meet, or does."""
+    job = spec(train={**EVERY_STEP, "method": "ramp", "epochs": 4})
+    task = train_task(job, batch=32)
+    run.write_task(task)
+    faulty, last = build_datasets(job), permutation(100, seed=3, epoch=3)[40]
+    faulty.train.samples.images[last] = math.nan  # type: ignore[attr-defined]
+    diverged = ExitReason("diverged", "Diverged: the loss is not finite")
+    with pytest.raises(Diverged):
+        run_training(task, run, alone, faulty)
+    (row,) = rows(run, task, "diverged")
+    stays = run.training(task.signature).newest_samples()
+    assert row["lr_factor"] == 4 and 0 < stays <= row["sound"] < row["samples"]
+    assert all(value.isfinite().all() for value in final_weights(run, task).values())
+    again = next_task(run, task, diverged, 0)
+    assert isinstance(again, TrainTask) and again.max_lr_factor == 2
+    assert again.cause == "Diverged: the loss is not finite; restarted from before with train.max_lr_factor 2"
+    with pytest.raises(Diverged):
+        run_training(again, run, alone, faulty)
+    assert next_task(run, again, diverged, 0) is None, "once"
+    train(run, alone, again)
+    start = list(rows(run, task, "start"))[-1]
+    assert start["lr"] == pytest.approx(0.2) and start["cause"] == again.cause
+    assert run.training(task.signature).result() is not None
 
 
 def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(alone: Ranks, run: RunDir) -> None:

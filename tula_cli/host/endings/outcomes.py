@@ -11,7 +11,16 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.spec.resources import Cluster
 
 Next = Literal[
-    "processes", "once more", "elsewhere", "next job", "more nodes", "less memory", "fewer loaders", "held", "nothing"
+    "processes",
+    "once more",
+    "elsewhere",
+    "next job",
+    "more nodes",
+    "less memory",
+    "fewer loaders",
+    "held",
+    "lower rate",
+    "nothing",
 ]
 """What follows an ending in a training."""
 
@@ -25,6 +34,8 @@ NEXT_WORDS: dict[Next, str] = {
     "less memory": "new processes with smaller micro-batches, or a smaller batch; ends where nothing takes less",
     "fewer loaders": "new processes with fewer loader processes; ends where there are none to spare",
     "held": "it ends, and the other jobs of the chain are held until `tula train` finds room",
+    "lower rate": "a batch that grows (`train.ramp`) restarts once, from the checkpoint before, with half the factor of its learning rate;"
+    " otherwise it ends, and the other jobs of the chain are taken out of the queue",
     "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
 }
 """The same as docs/commands.md tells it."""
@@ -79,10 +90,11 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
     ),
     "diverged": Ending(
-        "loss or weights were not finite",
+        "loss or weights were not finite, or the loss of a batch that grows rose and stayed high",
         Diverged,
-        "nothing",
-        "the same command diverges again: lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
+        "lower rate",
+        "the same command diverges again: set a lower train.max_lr_factor (where the learning rate grows with the batch),"
+        " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
         " or compute with train.precision fp32 or bf16",
     ),
     "device_fault": Ending(

@@ -248,6 +248,6 @@ class Comparison(Record):
     batches: tuple[int, ...]
     seeds: int
     nodes: int
-    controls: bool
+    controls: bool | tuple[str, ...]  # their rows; of an older tula, and where asked for: all or none
     cells: tuple[Cell, ...]
     created_at: float

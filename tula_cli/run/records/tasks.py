@@ -65,6 +65,7 @@ class TrainTask(Record):
     splits: int = 1  # parts that each micro-batch of train.accumulate is computed in (more after an OOM)
     # where its batch grows, as was decided before it began; those of smaller batches stay after an out-of-memory
     stages: tuple[Stage, ...] = ()
+    max_lr_factor: float | None = None  # after a growing batch diverged, in place of the job's; None: the job's
     cause: str = ""  # why this is a relaunch
     after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none

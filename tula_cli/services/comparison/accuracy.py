@@ -13,7 +13,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import frame
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.compare import ENDED, FINISHED, REFERENCE, State, durations, expected_hours, total_hours
+from tula_cli.services.compare import ENDED, FINISHED, State, durations, expected_hours, total_hours
+from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.progress.job_status import JobStatus
 from tula_cli.spec.job import JobSpec
 

@@ -7,6 +7,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Accuracy
 from tula_cli.services.comparison import accuracy
 from tula_cli.services.comparison.accuracy import Row, standard_error
+from tula_cli.services.comparison.rows import own_row
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import number, plural
 
@@ -32,7 +33,7 @@ def kept(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
         return None
     table = accuracy.report(run, comparison, spec)
     reference = next((row for row in table.rows if row.reference), None)
-    own = [row for row in table.rows if row.method == spec.train.method and row.batch >= batch and row.gap is not None]
+    own = [row for row in table.rows if row.method == own_row(spec) and row.batch >= batch and row.gap is not None]
     if reference is None or not own:
         return None
     return _judged(reference, min(own, key=lambda row: row.batch), table.metric)

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ from typing import Any
 
 from tula_cli.errors import SpecError
 from tula_cli.plugins import nearest
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import override
 from tula_cli.spec.methods import METHODS, Facts, facts_of
 from tula_cli.spec.yaml_text import parse_yaml
 
+REFERENCE = "lbt"
+"""At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
 SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
 """Of the job: what a row may change. The model and the data are the same in all, or nothing is compared."""
 FIXED = {
@@ -57,6 +61,16 @@ VARIANTS: dict[str, Variant] = {
     "sqrt-beta2": Variant("lrs", train={"lr_scaling": "sqrt"}, optimizer={"beta2_half_life": "auto"}),
     "robust": Variant("ags", preset="robust"),
 }
+
+
+def own_row(spec: JobSpec) -> str:
+    """Return the row that trains the job as it is: its method, with what other rows of that method leave out."""
+    train = spec.train
+    kept = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
+    settings = {} if train.facts.ramps else kept
+    if train.method == REFERENCE and train.lr_scaling != "auto":
+        settings = {"lr_scaling": train.lr_scaling, **settings}
+    return ":".join([train.method, *(f"train.{name}={json.dumps(value)}" for name, value in settings.items())])
 
 
 def known_methods() -> tuple[str, ...]:

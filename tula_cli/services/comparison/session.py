@@ -40,14 +40,16 @@ class GridRequest:
             SpecError: a method that is none, or a number below 1.
         """
         nodes = self.nodes if self.nodes is not None else known.nodes if known else compare.default_nodes(run, spec)
-        controls = self.controls if self.controls is not None else known.controls if known else True
+        batches = self.batches or (known.batches if known else compare.default_batches(run))
+        by_default = True if self.methods else compare.default_control(spec, batches)
+        controls = self.controls if self.controls is not None else known.controls if known else by_default
         seeds = self.seeds if self.seeds is not None else known.seeds if known else scripted.default_seeds(spec.script)
         return Grid(
-            methods=self.methods or (known.methods if known else compare.default_methods(spec, nodes=nodes)),
-            batches=self.batches or (known.batches if known else compare.default_batches(run)),
+            methods=self.methods or (known.methods if known else compare.default_rows(spec, nodes=nodes).methods),
+            batches=batches,
             seeds=seeds,
             nodes=nodes,
-            controls=controls and scripted.takes_lr(spec.script),
+            controls=controls if scripted.takes_lr(spec.script) else False,
         )
 
 
@@ -103,7 +105,10 @@ def prepare(
     part, _ = part_to_train(run, spec, node_type)
     if part.type is not None:
         yield Note(f"node type {part.type}")
-    grid = request.grid(part.run, part.spec, part.run.comparison())
+    known = part.run.comparison()
+    grid = request.grid(part.run, part.spec, known)
+    if request.methods is None and known is None:
+        yield Note(compare.default_rows(part.spec, nodes=grid.nodes).words)
     plan = compare.plan(part.run, part.spec, grid, inspect=dependencies.inspect, now=time.time())
     for text in plan.warnings:
         yield WarningEvent(text)

@@ -11,7 +11,8 @@ from tula_cli.models.efficiency import Noise, first_epochs
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import train
-from tula_cli.services.compare import REFERENCE, Inspect, cell_spec
+from tula_cli.services.compare import Inspect, cell_spec
+from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.events import Note, WarningEvent, Work
 from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.gradient_noise_of import after_training

@@ -45,7 +45,9 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
         )
     if attempt.outcome == "diverged":
         stays = f"; the checkpoint at {kept} samples is finite and stays" if kept else ""
-        return Diverged(f"{message}{stays}", advice(attempt.outcome))
+        limit = task.max_lr_factor
+        again = "" if limit is None else f"; it had been restarted with train.max_lr_factor {limit:g}"
+        return Diverged(f"{message}{again}{stays}", advice(attempt.outcome))
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
         return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", advice(attempt.outcome, attempt.message))

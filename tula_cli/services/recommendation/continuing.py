@@ -35,7 +35,7 @@ def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *
             "undo what was changed, or let tula recommend choose without --from-training",
         )
     here, there = tasks[-1], (task.own_nodes, task.batch)
-    own = {"job": here.job, "signature": rest.signature}
+    own = {"job": here.job, "signature": rest.signature, "max_lr_factor": here.max_lr_factor}
     if any(later.attempt > rest.attempt and (later.own_nodes, later.batch) == there for later in tasks):
         return task.model_copy(update={**own, "id": here.id, "attempt": here.attempt})
     first, *smaller = task.ladder

@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -16,6 +16,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 
 from tula_cli.errors import DiskFull, TulaError
+from tula_cli.models.loss_level import LossLevel
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_regular, remove, write_atomic
 from tula_cli.run.notices.fresh import appears
@@ -54,6 +55,7 @@ def _rest(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -
         "best": best,
         "owed": owed,
         "ended": ended,
+        "losses": asdict(trainer.losses),
         **({"method": own} if own else {}),
     }
 
@@ -116,12 +118,12 @@ def save(
     is_best: bool,
     owed: bool = False,
     ended: str = "",
-    keep: int | None = None,
+    keep: Collection[int] = (),
 ) -> Path:
     """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed.
 
-    Called on rank 0 alone, or on all ranks where the model is in shares (`of_all_ranks`). `keep` is a checkpoint, by its
-    samples, that stays.
+    Called on rank 0 alone, or on all ranks where the model is in shares (`of_all_ranks`). `keep` are checkpoints, by their
+    samples, that stay.
     """
     shares = of_all_ranks(trainer)
     path = run.training(signature).checkpoint_path(trainer.position.samples, shares=shares)
@@ -150,7 +152,7 @@ def write_shares(path: Path, trainer: Trainer, *, best: dict[str, float], owed: 
     saved_shares.write(path, trainer.parallel.module, trainer.base, rest, trainer.ranks)
 
 
-def _tidy(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: int | None) -> None:
+def _tidy(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]) -> None:
     """Point `last` (and `best`) at a new checkpoint, and drop those that are no longer needed."""
     folder = run.training(signature).path
     _point(folder / "last", path)
@@ -159,20 +161,26 @@ def _tidy(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: int |
     # A run that stands before a checkpoint of its own has found it damaged.
     newest = [old for old in run.training(signature).checkpoints() if old <= path][:KEEP]
     kept = {*newest, _target(folder / "best"), _target(folder / "last")}
-    kept |= {run.training(signature).checkpoint_path(keep)} if keep is not None else set()
     for old in run.training(signature).checkpoints():
-        if old not in kept:
+        if old not in kept and int(old.stem) not in keep:
             remove(old)
 
 
 def go_back(run: RunDir, signature: str, samples: int) -> None:
-    """Drop every checkpoint after that of so many samples, so that the training goes on from there. Rank 0 alone."""
-    folder = run.training(signature).path
+    """Drop every checkpoint of more samples, so that the training resumes from the newest one left. Rank 0 alone.
+
+    `last` points at that, and so does `best` if its own is dropped; without any there are no links.
+    """
+    folder, checkpoints = run.training(signature).path, run.training(signature).checkpoints()
+    dropped = [path for path in checkpoints if int(path.stem) > samples]
+    newest = next((path for path in checkpoints if path not in dropped), None)
     for link in (folder / "last", folder / "best"):
-        _point(link, run.training(signature).checkpoint_path(samples))
-    for path in run.training(signature).checkpoints():
-        if path > run.training(signature).checkpoint_path(samples):
-            remove(path)
+        if newest is None:
+            link.unlink(missing_ok=True)
+        elif link.name == "last" or _target(link) in dropped:
+            _point(link, newest)
+    for path in dropped:
+        remove(path)
 
 
 def load_newest(
@@ -279,6 +287,7 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     if "method" in content:
         trainer.method.load_own_state(trainer, content["method"])
     trainer.scaler.load_state_dict(content["scaler"])
+    trainer.losses = LossLevel(**content.get("losses", {}))
     best: dict[str, float] = content["best"]
     return best
 

@@ -1,8 +1,8 @@
-"""Whether a training still computes with finite numbers, as all its ranks see it.
+"""Whether a training still computes with finite numbers, as all its ranks see it, and whether its loss has blown up.
 
 Reading a loss waits for the device, so losses stay there and are looked at together, where the ranks meet anyway. Under
 fp16 a step whose gradient overflows is skipped, as ever: there the loss counts, which is never scaled, and a loss scale
-that has collapsed.
+that has collapsed. A finite loss is judged by rank 0, in a training whose batch grows and its learning rate with it.
 """
 
 import math
@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tula_cli.models.loss_level import patience
 from tula_cli.optim.parts.shares import share
+from tula_cli.spec.job import lr_scale
+from tula_cli.words import number
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.loop import Step, Trainer
 
 LEAST_SCALE = 1e-4
 """Of fp16's loss, from 65536 on: 30 overflows in a row and no step between them (fairseq's --min-loss-scale)."""
+CALM = (-math.inf, -math.inf)
+"""Levels of a loss that has not blown up; of several ranks the largest counts."""
 
 
 @dataclass
@@ -24,22 +29,42 @@ class DivergenceDetector:
     """Looks at the losses, and where something is to be saved at the weights, of one training on this rank."""
 
     trainer: Trainer
-    losses: list[tuple[Position, torch.Tensor]] = field(
+    losses: list[tuple[Position, int, torch.Tensor]] = field(
         default_factory=list
-    )  # since the last look, still on the device
+    )  # with their batch, since the last look, still on the device
+    judged: int = 0  # of these, by rank 0
+    blown_up: tuple[float, float] = CALM  # the lowest level of the loss, and that from which it did not come down again
     spoilt: bool = False  # weights that are not finite were seen on this rank
 
     def follow(self, step: Step) -> None:
         """Keep the loss of the step that has just been made."""
-        self.losses.append((self.trainer.position, step.loss))
+        self.losses.append((self.trainer.position, step.batch, step.loss))
 
     def may_save(self) -> bool:
         """Return whether this rank's weights are finite: a gradient that was not is in them, whatever the loss says."""
         self.spoilt = self.spoilt or not _are_finite(self.trainer.parallel.parameters())
         return not self.spoilt
 
+    @property
+    def judges(self) -> bool:
+        """Whether finite losses are judged: on rank 0, where the batch grows and a lower learning rate may help."""
+        return self.trainer.ranks.first and self.trainer.spec.train.stages is not None
+
+    def judge(self) -> None:
+        """Take the losses since the last time into their level, which tells which checkpoints are from before a rise."""
+        if not self.judges:
+            return
+        trainer, steps = self.trainer, self.losses[self.judged :]
+        size, epochs = len(trainer.datasets.train), trainer.spec.train.epochs
+        longest = patience(sum(trainer.sizes.ramp.steps(size=size, epochs=epochs).values()))
+        for (at, batch, _), loss in zip(steps, _values(steps), strict=True):
+            trainer.losses.add(loss, samples=at.samples, lr_factor=lr_scale(trainer.spec, batch))
+            if trainer.losses.above >= longest:
+                self.blown_up = (trainer.losses.lowest, trainer.losses.level)
+        self.judged = len(self.losses)
+
     def look(self, *, weights: bool = False) -> str:
-        """Return what is not finite, since when, in the same words on every rank; empty where all is well.
+        """Return what is not finite, or has blown up, since when, in the same words on every rank; empty where all is well.
 
         Every rank takes part.
 
@@ -48,15 +73,19 @@ class DivergenceDetector:
         """
         if weights:
             self.may_save()
-        losses, self.losses = self.losses, []
-        seen = [-_first_bad(losses), float(self.spoilt), float(self._scale_has_collapsed())]
-        first, spoilt, collapsed = self.trainer.ranks.maxima(seen)  # the earliest step of all ranks
+        self.judge()
+        losses, self.losses, self.judged = self.losses, [], 0
+        seen = [-_first_bad(losses), float(self.spoilt), float(self._scale_has_collapsed()), *self.blown_up]
+        first, spoilt, collapsed, lowest, level = self.trainer.ranks.maxima(seen)  # the earliest step of all ranks
         if math.isfinite(first):
-            return f"the loss is not finite at {self._place(next(at for at, _ in losses if at.steps == -first))}"
+            return f"the loss is not finite at {self._place(next(at for at, *_ in losses if at.steps == -first))}"
         if spoilt:
             return f"the weights are not finite at {self._place(self.trainer.position)}: a gradient was not"
         if collapsed:
             return f"the gradient overflows fp16 at every step, up to {self._place(self.trainer.position)}"
+        if math.isfinite(level):
+            at = self._place(self.trainer.position)
+            return f"the loss rose from {number(lowest)} and has not recovered: {number(level)} at {at}"
         return ""
 
     def _scale_has_collapsed(self) -> bool:
@@ -68,12 +97,14 @@ class DivergenceDetector:
         return f"epoch {epoch:.2f}, step {at.steps}, {at.samples} samples"
 
 
-def _first_bad(losses: list[tuple[Position, torch.Tensor]]) -> float:
+def _values(steps: list[tuple[Position, int, torch.Tensor]]) -> list[float]:
+    return torch.stack([loss for *_, loss in steps]).tolist() if steps else []
+
+
+def _first_bad(losses: list[tuple[Position, int, torch.Tensor]]) -> float:
     """Return the number of the first step whose loss is not finite; infinity where there is none."""
-    if not losses:
-        return math.inf
-    finite = torch.stack([loss for _, loss in losses]).isfinite().tolist()
-    return next((float(at.steps) for (at, _), good in zip(losses, finite, strict=True) if not good), math.inf)
+    values = zip(losses, _values(losses), strict=True)
+    return next((float(at.steps) for (at, *_), loss in values if not math.isfinite(loss)), math.inf)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tula_cli.models.loss_level import LossLevel
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.optim import TulaOptimizer
 from tula_cli.run.records.tasks import LoopTask
@@ -76,6 +77,7 @@ class Trainer:
     beta2s_at: Mapping[int, Sequence[float]]  # of each group, by the batch; empty ones: they stay as they are
     channels_last: bool = False  # images, and the weights of convolutions
     position: Position = field(default_factory=Position)
+    losses: LossLevel = field(default_factory=LossLevel)  # of the steps up to it, as rank 0 has seen them
     refresh_each_epoch: bool = True
     until: int | None = None  # the epoch at whose end `steps` ends; None: the spec's last
     lr_factor: Callable[[float], float] = lambda _: 1.0  # of the schedule's learning rate, at fractional epochs

@@ -54,7 +54,7 @@ class ArmTraining(Training):
 
     def __init__(self, choice: tuning.Choice, task: TrainTask, context: TrainContext) -> None:
         super().__init__(choice.task(task, size=len(context.datasets.train)), context)
-        self.choice, self.keep = choice, choice.start
+        self.choice, self.keep = choice, (choice.start,)
         self.trainer.lr_factor = choice.lr_factor
         self.behind = 0  # epochs in a row that ended where the choice should not have led
 

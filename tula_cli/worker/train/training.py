@@ -14,6 +14,7 @@ from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.job import lr_scale
 from tula_cli.spec.parts.of_train import Hessian
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets
@@ -67,8 +68,8 @@ class Training:
         ahead: their steps, for the time that is left.
     """
 
-    keep: int | None = None
-    """A checkpoint, by its samples, that stays."""
+    keep: tuple[int, ...] = ()
+    """Checkpoints, by their samples, that stay."""
 
     def __init__(self, task: TrainTask, context: TrainContext, *, until: int | None = None, ahead: int = 0) -> None:
         self.task, self.context, self.run = task, context, context.run
@@ -239,7 +240,12 @@ class Training:
         raise self._diverged(found)
 
     def _diverged(self, found: str) -> Exception:
-        """Return what is raised where `found` is not finite, on every rank."""
+        """Return what is raised where `found` is not finite, on every rank; a ramp's checkpoints since the loss rose are dropped."""
+        if self.divergence.judges:
+            losses, factor = self.trainer.losses, lr_scale(self.task.spec, self.trainer.batch)
+            self.log.add("diverged", message=found, sound=losses.sound, lr_factor=losses.lr_factor or factor)
+            checkpoint.go_back(self.run, self.task.signature, losses.sound)
+        self.context.ranks.from_first(0)  # the first rank that ends has the others ended
         return Diverged(found, outcome.advice("diverged"))
 
     def _judge(self, loss: float) -> None:
@@ -270,6 +276,7 @@ class Training:
 
     def _save(self, *, is_best: bool) -> None:
         self.log.keep_steps(close=True)
+        self.divergence.judge()
         began = time.monotonic()
         checkpoint.save(
             self.run,
@@ -279,11 +286,18 @@ class Training:
             is_best=is_best,
             owed=self.owed,
             ended=self.ended,
-            keep=self.keep,
+            keep=(*self.keep, *self._newest_sound()),
         )
         self.last_save = time.monotonic()
         self.save_time = self.last_save - began
         self.log.add("save", seconds=self.save_time)
+
+    def _newest_sound(self) -> list[int]:
+        """Return the samples of the newest checkpoint from before the loss rose, where that is judged."""
+        if not self.divergence.judges:
+            return []
+        known = (int(path.stem) for path in self.run.training(self.task.signature).checkpoints())
+        return [samples for samples in known if samples <= self.trainer.losses.sound][:1]
 
     # --- the end of an epoch, and of all
 

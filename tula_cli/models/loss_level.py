@@ -1,0 +1,72 @@
+"""Whether a training loss has blown up though it is finite: it lost half of what was learned, and does not soon win it back.
+
+All limits are differences of losses, so that negative losses and those near zero are judged alike. The level is a median over
+steps: single batches with a high loss do not move it.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+WINDOW = 16
+"""Steps whose median is the level of the loss."""
+LOST, OF_LOWEST, OF_NOISE = 0.5, 0.3, 6.0
+"""A level is too high if it is above the lowest one by this share of what was learned, of the lowest level itself, and by so
+many standard deviations of single steps."""
+SOUND, FEW = 0.25, 3
+"""Of that rise: up to so much of it a loss is as it was before, in so many steps."""
+
+
+def patience(steps: int) -> int:
+    """Return for how many steps of a training of so many a spike may last: in a short one a tenth, in a long one a hundredth."""
+    return max(16, min(40, steps // 10), steps // 100)
+
+
+@dataclass
+class LossLevel:
+    """The losses of one training, as far as they tell whether it has blown up."""
+
+    newest: list[float] = field(default_factory=list)  # up to WINDOW
+    first: float | None = None  # level of the first steps
+    lowest: float = math.inf  # level
+    noise: float = 0.0  # standard deviation of single steps about the lowest level
+    sound: int = 0  # samples up to which the loss was as before
+    lr_factor: float = 0.0  # of the step at which the loss became too high; 0: it is not
+    above: int = 0  # steps since the level became too high, until it is sound
+
+    def add(self, loss: float, *, samples: int, lr_factor: float) -> None:
+        """Take the loss of the next step.
+
+        Args:
+            loss: of the step; one that is not finite moves no level.
+            samples: trained so far, with this step.
+            lr_factor: that the learning rate was multiplied by. At 1 nothing could be lowered, and no loss is judged.
+        """
+        if math.isfinite(loss):
+            self.newest = [*self.newest, loss][-WINDOW:]
+        level = self.level
+        if self.first is None and level < math.inf:
+            self.first = level
+        if level < self.lowest:
+            self.lowest = level
+            self.noise = 1.4826 * statistics.median(abs(value - level) for value in self.newest)
+        limit = self._limit()
+        if not self.above and max([loss, *self.newest[-FEW:]]) - self.lowest <= SOUND * limit:
+            self.sound = samples
+        if loss - self.lowest <= limit and not self.above:
+            self.lr_factor = 0.0
+        elif not self.lr_factor:
+            self.lr_factor = lr_factor
+        rise = level - self.lowest if self.first is not None and lr_factor > 1 else -math.inf
+        self.above = self.above + 1 if rise > (SOUND * limit if self.above else limit) else 0
+
+    @property
+    def level(self) -> float:
+        """The median of the newest steps; infinity before there are enough."""
+        return statistics.median(self.newest) if len(self.newest) == WINDOW else math.inf
+
+    def _limit(self) -> float:
+        """Return the rise above the lowest level that is too high."""
+        if self.first is None:
+            return math.inf
+        return max(LOST * (self.first - self.lowest), OF_LOWEST * abs(self.lowest), OF_NOISE * self.noise)

@@ -1001,3 +1001,17 @@ def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_
     }
     with pytest.raises(SpecError, match="wrap the optimizer there"):
         validate(script, source="test")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("epochs", "train.epochs"), ("lr", "optimizer.lr"), ("batch_size", "train.reference_batch"), ("nodes", "search.nodes"),
+        ("gpus", "cluster.gpus_per_node"), ("model_name", "model.name"), ("seed", "train.seed"), ("partition", "cluster.slurm.partition"),
+        ("account", "cluster.slurm.account"), ("train.batch_size", "train.reference_batch"), ("trian", "train?"), ("method", "train.method"),
+    ],
+)  # fmt: skip
+def test_a_usual_name_leads_to_the_key_that_is_meant(write, key, hint):
+    with pytest.raises(SpecError) as caught:
+        load_spec(write(MINIMAL), overrides=[f"{key}=1"], site_files=[], environ={})
+    assert any(hint in problem.hint for problem in caught.value.problems)

@@ -55,6 +55,29 @@ def method_label(method: str, *, reference: bool) -> str:
     return f"{method} (reference)" if reference else method
 
 
+_CONTROLS = re.compile(
+    r"\r+(?=\n|\Z)"
+    r"|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # titles, links
+    r"|(?:\x1b[PX^_]|[\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"  # strings for the terminal
+    r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, cursor
+    r"|\x1b[ -/]*[0-~]?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
+    r"|[\U000e0000-\U000e007f]"
+)
+
+
+def without_controls(text: str) -> str:
+    """Return text without what steers a terminal or reorders a line: control characters, escape sequences, bidi marks.
+
+    Newlines and tabs stay; a carriage return inside a line is a space.
+    """
+    if text.isprintable():
+        return text
+    return _CONTROLS.sub(
+        lambda match: " " if match[0] == "\r" and text[match.end() : match.end() + 1] not in ("", "\n") else "", text
+    )
+
+
 def near(path: Path) -> str:
     """Return a path as it is seen from the working directory, where it lies in it."""
     here = Path.cwd()

@@ -37,6 +37,7 @@ from tula_cli.show import live
 from tula_cli.show import screen as show_screen
 from tula_cli.spec.methods import worth
 from tula_cli.version import __version__
+from tula_cli.words import near
 
 ROOT = Path(__file__).parents[2]
 
@@ -282,7 +283,11 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
     assert tula("status", "--json").json["run_id"].startswith("second")
     assert tula("status", "--run", first.path, "--json").json["run_id"] == first.id
     assert tula("status", "--run", first.id, "--json").json["run_id"] == first.id
-    assert tula("status", "--run", first.path).err == ""
+    for named in (["--run", str(first.path)], [first.id], [str(first.path)]):
+        shown = tula("status", *named)
+        assert shown.err == f"run {near(first.path)} with --set name=first of an earlier command\n"
+        assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
+    assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err
     monkeypatch.setenv("TULA_RUN", str(first.path))
     named = tula("status")
     assert first.id in named.out

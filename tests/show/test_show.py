@@ -30,6 +30,7 @@ from tula_cli.show import profile as show_profile
 from tula_cli.show import status as show_status
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Lines, Screen
+from tula_cli.words import without_controls
 
 START = make.START
 
@@ -322,10 +323,31 @@ def test_the_envelope_of_an_answer():
     shown.answer(make.recommendation(), iter(()))
     shown.finish()
     found = envelope(shown)
-    assert list(found) == ["schema_version", "command", "run_id", "status", "data", "warnings", "error"]
+    assert list(found) == ["schema_version", "command", "run_id", "overrides", "status", "data", "warnings", "error"]
     assert (found["schema_version"], found["command"], found["run_id"]) == (1, "recommend", "toy-1")
     assert (found["status"], found["warnings"], found["error"]) == ("done", ["mind"], None)
     assert found["data"]["choice"]["batch"] == 128
+
+
+HOSTILE = (
+    ("\x1b[31mred\x1b[0m", "red"), ("\x1b]0;title\x07a", "a"), ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"), ("a\u202eb", "ab"),
+    ("\x9b31mx", "x"), ("a\x00\x08b", "ab"), ("zero\u200bwidth", "zerowidth"), ("a\u2028b", "ab"), ("[bold]x[/bold]", "[bold]x[/bold]"),
+    ("\x1bP1;2q\x1b\\x", "x"), ("10%\r20%", "10% 20%"), ("a\tb\nc\r\n", "a\tb\nc\n"), ("\x1bc", ""), ("\u2066x\u2069\ufeff", "x"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "clean"), HOSTILE)
+def test_no_text_of_others_steers_the_terminal(text, clean):
+    assert without_controls(text) == clean
+    shown = screen()
+    shown.note(text)
+    shown.warn(text)
+    shown.line(text, None)
+    shown.answer({}, [text])
+    shown.fail(SpecError(text, text))
+    steering = {"\x1b", "\x07", "\x9b", "\u202e", "\u200b", "\x00"}
+    assert not steering & set(shown.out.getvalue() + shown.err.getvalue())
+    assert clean.strip() in shown.out.getvalue().replace("        ", "\t")
 
 
 def test_lines_are_an_array_whose_items_are_made_when_they_are_written():

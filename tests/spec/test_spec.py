@@ -13,7 +13,7 @@ from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, lr_scale
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import dump_yaml, load_spec, validate
-from tula_cli.spec.merge import ENV_PREFIX, merge_sources
+from tula_cli.spec.merge import ENV_PREFIX, leaves, merge_sources, override
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.resources import UNPRICED
 from tula_cli.spec.signature import signature, train_signature
@@ -96,7 +96,66 @@ def problems(path: Path, *overrides: str) -> dict[str, str]:
 def test_plain_scalars_are_those_of_yaml_1_2(text, value):
     found = parse_yaml(text, source="here")
     assert found == value
-    assert type(found) is type(value)
+    assert isinstance(found, type(value))
+    assert isinstance(found, bool) == isinstance(value, bool)
+
+
+NUMBERS_IN_TEXT = (
+    "7e3", "12.10", "1.20", "0x1F", "1e10", "007", "1_000", "12:30:00", "yes", "off", "2024-01-01", ".inf", ".nan", "+5", "-0", "0o17",
+    "1E5", "3.10", "9007199254740993", "100000000000000000000000", "1e400", "1.", "+.5",
+)  # fmt: skip
+KEYS_OF_TEXT = (
+    "cluster.slurm.account", "cluster.slurm.partition", "cluster.slurm.qos", "cluster.slurm.reservation", "cluster.slurm.environment.TAG",
+    "cluster.slurm.extra.comment", "cluster.slurm.srun_extra.comment", "cluster.interface", "dataset.root",
+    "model.weights",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["file", "site file", "--set"])
+def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, source):
+    def content(value):
+        merged: dict = {"name": "n", "model": {"name": "small_cnn"}, "dataset": {"name": "digits"}}
+        merged |= {
+            "optimizer": {"lr": 0.1},
+            "train": {"epochs": 1},
+            "cluster": {"kind": "slurm", "slurm": {"setup": ["%%"]}},
+        }
+        override(merged, [f"{key}='%%'" for key in KEYS_OF_TEXT], {})
+        return yaml.safe_dump(merged).replace("'%%'", value)
+
+    for typed in NUMBERS_IN_TEXT:
+        job, site = write(content("x" if source == "--set" else typed)), tmp_path / "site.yaml"
+        site.write_text(job.read_text() if source == "site file" else "{}")
+        if source == "site file":
+            job = write("name: n")
+        overrides = [f"{key}={typed}" for key in KEYS_OF_TEXT] if source == "--set" else []
+        found = load_spec(job, overrides=overrides, site_files=[site], environ={})
+        again = load_spec(write(dump_yaml(found)), site_files=[], environ={})
+        assert again == found
+        values = dict(leaves(again.model_dump(mode="json")))
+        assert {key: values[key] for key in KEYS_OF_TEXT} == dict.fromkeys(KEYS_OF_TEXT, typed)
+        assert values["cluster.slurm.setup"] == ["x" if source == "--set" else typed]
+
+
+@pytest.mark.parametrize(
+    ("value", "outcome"), [(4711, "4711"), ("12.10", "12.10"), (12.1, "quote it"), (True, "must be quoted")]
+)
+def test_python_code_gives_text_exactly_or_is_refused(value, outcome):
+    content = {
+        "model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": {"lr": 0.1}, "train": {"epochs": 1},
+        "cluster": {"kind": "slurm", "slurm": {"account": value, "environment": {"TAG": value}}},
+    }  # fmt: skip
+    if not isinstance(value, float | bool):
+        slurm = validate(content, source="here").cluster.slurm
+        assert (slurm.account, slurm.environment["TAG"]) == (outcome, outcome)
+    else:
+        with pytest.raises(SpecError) as caught:
+            validate(content, source="here")
+        assert [problem.path for problem in caught.value.problems] == [
+            "cluster.slurm.account",
+            "cluster.slurm.environment.TAG",
+        ]
+        assert all(outcome in problem.message for problem in caught.value.problems)
 
 
 SCALARS = (
@@ -340,7 +399,7 @@ def test_numbers_are_names_too(write):
 
 def test_options_keep_their_kind(write):
     found = slurm(write, "extra: {nice: 3, hold: true, comment: a b, mail-type: [END, 1], requeue-not: null}")
-    assert found.extra == {"nice": 3, "hold": True, "comment": "a b", "mail-type": ["END", "1"], "requeue-not": None}
+    assert found.extra == {"nice": "3", "hold": True, "comment": "a b", "mail-type": ["END", "1"], "requeue-not": None}
 
 
 @pytest.mark.parametrize(
@@ -385,7 +444,7 @@ def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, pat
 
 
 def test_gpus_in_a_form_of_ones_own_need_tula_to_ask_for_none(write):
-    assert slurm(write, "gpus: none, extra: {gpus-per-socket: 2}").extra == {"gpus-per-socket": 2}
+    assert slurm(write, "gpus: none, extra: {gpus-per-socket: 2}").extra == {"gpus-per-socket": "2"}
     assert slurm(write, "extra: {gres: 'nvme:1', gpus: 0}").extra["gres"] == "nvme:1"
 
 
@@ -408,7 +467,7 @@ def test_settings_of_slurm_survive_a_round_trip(write):
     )
     found = load(write(ON_SLURM % text))
     assert load(write(dump_yaml(found))) == found
-    assert found.cluster.slurm.environment == {"A": "on", "B": "0.001", "C": None, "D": ""}
+    assert found.cluster.slurm.environment == {"A": "on", "B": "1e-3", "C": None, "D": ""}
 
 
 def test_settings_of_a_site_can_be_taken_back_by_a_job(write):
@@ -942,3 +1001,17 @@ def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_
     }
     with pytest.raises(SpecError, match="wrap the optimizer there"):
         validate(script, source="test")
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("epochs", "train.epochs"), ("lr", "optimizer.lr"), ("batch_size", "train.reference_batch"), ("nodes", "search.nodes"),
+        ("gpus", "cluster.gpus_per_node"), ("model_name", "model.name"), ("seed", "train.seed"), ("partition", "cluster.slurm.partition"),
+        ("account", "cluster.slurm.account"), ("train.batch_size", "train.reference_batch"), ("trian", "train?"), ("method", "train.method"),
+    ],
+)  # fmt: skip
+def test_a_usual_name_leads_to_the_key_that_is_meant(write, key, hint):
+    with pytest.raises(SpecError) as caught:
+        load_spec(write(MINIMAL), overrides=[f"{key}=1"], site_files=[], environ={})
+    assert any(hint in problem.hint for problem in caught.value.problems)

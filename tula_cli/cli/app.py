@@ -176,7 +176,7 @@ _REPORT = "this is a defect of tula; please report it with the lines above"
 
 def _defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show a defect of ours, or of a scheduler or another part of the user's, with its traceback; the envelope says so too."""
-    sys.__excepthook__(kind, error, trace)
+    screen.print_traceback(error.with_traceback(trace))
     theirs = _their_line(trace)
     hint = f"raised by {theirs}, which is no part of tula" if theirs else _REPORT
     _failed(screen, TulaError(f"{kind.__name__}: {error}", hint))

@@ -27,7 +27,14 @@ class Interrupted(TulaError):
 
 Spec = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec; tula init writes one.")]
 MaybeSpec = Annotated[
-    Path | None, typer.Argument(metavar="[JOB.YAML]", help="The job spec; without it the run found as by --run.")
+    Path | None,
+    typer.Argument(
+        metavar="[JOB.YAML]", help="The job spec, or a run by its name or folder; else the run as by --run."
+    ),
+]
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[RUN]", readable=False, help="The run: its name, folder or job file; else as by --run."),
 ]
 # Without `readable`, typer's own words would come before whose an unreadable run is.
 MaybeRun = Annotated[

@@ -20,28 +20,78 @@ if TYPE_CHECKING:
 
 
 def find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
-    """Return the run the user means, and say which where it was not named on the command line."""
+    """Return the run the user means, by its name, its folder or its job file.
+
+    Says which where it was not named on the command line, and with which overrides of earlier commands it was made.
+    """
+    from tula_cli.run.directory import RunDir
+
+    root, why = root.absolute(), ""
+    if named is not None:
+        run = _named_run(named, root)
+    elif os.environ.get("TULA_RUN"):
+        run, why = RunDir.open(Path(os.environ["TULA_RUN"]).absolute()), "(from TULA_RUN)"
+    else:
+        run, why = RunDir.newest(root), "(the newest)"
+    screen.run_id = run.id
+    screen.overrides = _overrides_of(run)
+    if why or screen.overrides:
+        made_with = [f"--set {shlex.quote(text)}" for text in screen.overrides]
+        earlier = f"{why and ','} with {' '.join(made_with)} of an earlier command" if made_with else ""
+        screen.note(f"run {words.near(run.path)}{why and f' {why}'}{earlier}")
+    return run
+
+
+def _named_run(named: Path, root: Path) -> "RunDir":
     from tula_cli.plugins import nearest
     from tula_cli.run import files
     from tula_cli.run.directory import RunDir
 
-    root = root.absolute()
+    # os.path's, which raise nothing where another user's folder is in the way.
+    if os.path.isfile(named):  # noqa: PTH113
+        return _run_of_job(named, root)
+    there = os.path.exists(named)  # noqa: PTH110
+    inside = not there and os.path.isdir(root / named)  # noqa: PTH112
+    if not there and not inside and (like := nearest(named.name, files.names(root))):
+        raise SpecError(f"no such run directory: {named.absolute()}, nor {words.near(root / named.name)}", like)
+    return RunDir.open(root / named if inside else named.absolute())
+
+
+def _run_of_job(job: Path, root: Path) -> "RunDir":
+    """Return the run of a job file as it is now; else the newest run that was made from the file."""
+    from tula_cli.run.code import run_of
+    from tula_cli.run.directory import RunDir
+
+    run = run_of(root, load(job, None))
+    if run.exists:
+        return run
+    for other in RunDir.all(root):
+        file = other.job_file()
+        if file is not None and Path(file.path) == job.absolute():
+            return other
+    raise SpecError(f"{job} has no run under {words.near(root)}", f"tula profile {shlex.quote(str(job))} starts one")
+
+
+def _overrides_of(run: "RunDir") -> tuple[str, ...]:
+    """Return the overrides (`a.b=c`) that a run's settings were made with, the last one of each key."""
+    file = run.job_file()
+    return tuple({text.partition("=")[0].strip(): text for text in (file.overrides if file else ())}.values())
+
+
+def job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path | None, Path | None]:
+    """Return the job file and the run of a command that takes either as its argument; one of them is None."""
+    from tula_cli.plugins import nearest
+    from tula_cli.run import files
+
+    if job is None:
+        return None, named
     if named is not None:
-        # A run's name is enough where it lies under the root.
-        # os.path's, which raise nothing where another user's folder is in the way.
-        there = os.path.exists(named)  # noqa: PTH110
-        inside = not there and os.path.isdir(root / named)  # noqa: PTH112
-        if not there and not inside and named.name == str(named) and (like := nearest(named.name, files.names(root))):
-            raise SpecError(f"no such run directory: {named.absolute()}, nor {words.near(root / named)}", like)
-        run = RunDir.open(root / named if inside else named.absolute())
-    elif os.environ.get("TULA_RUN"):
-        run = RunDir.open(Path(os.environ["TULA_RUN"]).absolute())
-        screen.note(f"run {words.near(run.path)} (from TULA_RUN)")
-    else:
-        run = RunDir.newest(root)
-        screen.note(f"run {words.near(run.path)} (the newest)")
-    screen.run_id = run.id
-    return run
+        raise SpecError(f"both {job} and --run {named} given", "name one of them")
+    if os.path.exists(job):  # noqa: PTH110
+        is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
+        return (None, job) if is_run else (job, None)
+    is_like = job.suffix not in (".yaml", ".yml") and nearest(job.name, files.names(root))
+    return (None, job) if is_like or os.path.isdir(root / job) else (job, None)  # noqa: PTH112
 
 
 def load(path: Path, overrides: Sequence[str] | None) -> "JobSpec":
@@ -57,16 +107,17 @@ def open_run(
     from tula_cli.run.code import behind, others, run_of
     from tula_cli.run.jobfile import config_drift, overridden
 
+    job, named = job_or_run(job, named, root)
     if job is None:
         run = find_run(screen, named, root)
+        screen.overrides = (*screen.overrides, *(overrides or ()))
         spec = overridden(run, overrides or ())
         if (found := config_drift(run, spec, overrides or ())) is not None:
             screen.warn(check.config_drift(found, screen.command))
         return run, spec
-    if named is not None:
-        raise SpecError(f"both {job} and --run {named} given", "name one of them")
     spec = load(job, overrides)
     run = run_of(root, spec)
+    screen.overrides = tuple(overrides or ())
     if not run.exists and (before := others(run, spec)):
         screen.note(f"{behind(spec)} has changed since run {before[0].id}: a new run directory, {run.id}")
     screen.run_id = run.id

@@ -1,11 +1,10 @@
 """`tula status`, `tula list`, `tula logs` and `tula cancel`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root
+from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root, RunArgument
 from tula_cli.cli.runs import find_run, since_when
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
@@ -14,7 +13,7 @@ from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 
-def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
+def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, root: Root = RUNS) -> None:
     """Show a run's jobs, training and recommendation."""
     import time
 
@@ -24,7 +23,7 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     from tula_cli.services import status as services_status
     from tula_cli.services.progress.site_charge import charge_of
 
-    run = find_run(screen, named, root)
+    run = find_run(screen, target or named, root)
     spec = run.spec()
     found = {
         part.name: services_status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
@@ -74,6 +73,7 @@ def list_(
 
 def logs(
     screen: Screen,
+    target: RunArgument = None,
     named: MaybeRun = None,
     root: Root = RUNS,
     job: Annotated[str | None, typer.Option(help="Only this job's; tula status names them.")] = None,
@@ -100,7 +100,7 @@ def logs(
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
-    whole = find_run(screen, named, root)
+    whole = find_run(screen, target or named, root)
     run = services_logs.newest_part(begun(whole, whole.spec(), node_type), job) or whole
 
     def active() -> bool:
@@ -125,9 +125,7 @@ def logs(
 
 def cancel(
     screen: Screen,
-    target: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", readable=False, help="The run; else as by --run.")
-    ] = None,
+    target: RunArgument = None,
     named: MaybeRun = None,
     root: Root = RUNS,
     yes: Annotated[  # noqa: ARG001

@@ -97,7 +97,10 @@ class KeptInspection:
 
     def _keep(self, path: Path, found: Inspection) -> None:
         # A folder that cannot be written costs the next command some seconds, not this one its answer.
-        with contextlib.suppress(TulaError):
+        with contextlib.suppress(TulaError, OSError):
+            self.root.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True, mode=0o700)  # as the runs beside it
+            path.parent.chmod(0o700)
             write_record(path, found)
         with contextlib.suppress(TulaError):
             _sweep(path.parent)

@@ -108,7 +108,7 @@ class RunDir:
         parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
         parsed_spec.write(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
         if not other(self.path.parent / LATEST):  # of those who share the folder another has named theirs
-            write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
+            write_atomic(self.path.parent / LATEST, f"{self.path.name}\n", mode=0o600)
 
     @classmethod
     def open(cls, path: Path) -> "RunDir":
@@ -129,7 +129,8 @@ class RunDir:
             SpecError: there is none.
             TulaError: `root` cannot be read.
         """
-        return cls(parsed_spec.newest(root, read_text(root / LATEST)))
+        latest = "" if other(root / LATEST) else read_text(root / LATEST)
+        return cls(parsed_spec.newest(root, latest))
 
     @classmethod
     def all(cls, root: Path) -> list["RunDir"]:

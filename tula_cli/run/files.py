@@ -78,12 +78,13 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> None:
+def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, mode: int = 0o666) -> None:
     """Replace `path` whole.
 
     Args:
         path: the file.
         data: what it is to hold, or what writes that (and may raise OSError).
+        mode: its permissions, less the umask.
 
     Raises:
         RunGone: the file's run is held and no longer there.
@@ -95,7 +96,7 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> 
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         make_folder(path.parent)
-        with _opened_anew(draft) as file:
+        with _opened_anew(draft, mode) as file:
             if callable(content):
                 content(file)
             else:
@@ -109,13 +110,17 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> 
         raise cannot_write(path, error, needed=None if callable(content) else len(content)) from error
 
 
-def _opened_anew(draft: Path) -> BinaryIO:
+def _opened_anew(draft: Path, mode: int) -> BinaryIO:
     """Open a file that nobody else has: what has its name, left behind or a link to another place, goes."""
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
     try:
-        return open(draft, "xb")
+        return open(draft, "xb", opener=create)
     except FileExistsError:
         draft.unlink()
-        return open(draft, "xb")
+        return open(draft, "xb", opener=create)
 
 
 def cannot_write(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:

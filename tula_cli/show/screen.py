@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.tables import printed, styled
+from tula_cli.words import without_controls
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -85,6 +86,7 @@ class Screen:
         self.out = out or sys.stdout
         self.err = err or sys.stderr
         self.run_id: str | None = None
+        self.overrides: tuple[str, ...] = ()  # of the job (--set), those of earlier commands that still hold among them
         self.status = "done"
         self.warnings: list[str] = []
         self._data: Any = None
@@ -113,6 +115,7 @@ class Screen:
 
     def _say(self, text: str) -> None:
         """Write to stderr; on a terminal without breaking words, and above what is drawn there."""
+        text = without_controls(text)
         if self.drawn is not None:
             self.drawn.print(text)
             return
@@ -123,7 +126,7 @@ class Screen:
 
     def confirm(self, question: str) -> bool:
         """Ask on the terminal; anything but yes is no."""
-        print(f"{question} [y/N] ", end="", file=self.err, flush=True)
+        print(f"{without_controls(question)} [y/N] ", end="", file=self.err, flush=True)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     # --- the answer
@@ -148,7 +151,7 @@ class Screen:
 
     def line(self, text: str, data: Any) -> None:
         """Give one line of an answer that has no end (`tula logs`): text, or one JSON object a line."""
-        print(json.dumps(plain(data)) if self.as_json else text, file=self.out, flush=True)
+        print(json.dumps(plain(data)) if self.as_json else without_controls(text), file=self.out, flush=True)
 
     def finish(self) -> None:
         """Print the envelope of a command that has an answer."""
@@ -164,15 +167,19 @@ class Screen:
         if error.hint:
             printed(console, styled(f"HINT: {error.hint}", "cyan", until=5))
         if self.verbose and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__, file=self.err)
+            self.print_traceback(error.__cause__)
         if self.as_json:  # last: whoever reads it may be gone
             self._envelope(error)
+
+    def print_traceback(self, error: BaseException) -> None:
+        print(without_controls("".join(traceback.format_exception(error))), end="", file=self.err, flush=True)
 
     def _envelope(self, error: TulaError | None) -> None:
         envelope = {
             "schema_version": SCHEMA_VERSION,
             "command": self.command,
             "run_id": self.run_id,
+            "overrides": self.overrides,
             "status": self.status if error is None else "pending" if error.code == "pending" else "failed",
             "data": self._data,
             "warnings": self.warnings,
@@ -203,10 +210,18 @@ class Screen:
         return self._console(self.out).color_system is not None
 
     def _console(self, file: TextIO) -> "Console":
-        from rich.console import Console
+        from rich.console import Console, ConsoleOptions, RenderableType
+        from rich.segment import Segment
+
+        class CleanConsole(Console):
+            """The one way of tables and parts to a terminal: no text of another program may steer it."""
+
+            def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+                for segment in super().render(renderable, options):
+                    yield segment if segment.control else segment._replace(text=without_controls(segment.text))
 
         no_color = self.color is False or bool(os.environ.get("NO_COLOR"))
-        return Console(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip
+        return CleanConsole(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip
 
 
 def _error(error: TulaError) -> dict[str, Any]:

@@ -97,11 +97,17 @@ def listed(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
+def cost_in_words(node_hours: float, cost: float, currency: str) -> str:
+    """Return node-hours and cost, which without a price are one."""
+    hours = f"{number(node_hours)} node-h"
+    return hours if currency == "node-h" else f"{hours}, {number(cost)} {currency}"
+
+
 def at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
     """Return an upper bound in words: time on this machine, node-hours, price."""
     time_ = "" if hours is None else f"{duration(3600 * hours)} one job after the other, "
-    cost = "" if price is None else f", {number(price)} {currency}"
-    return f"at most {time_}{number(node_hours)} node-h{cost}"
+    cost = f"{number(node_hours)} node-h" if price is None else cost_in_words(node_hours, price, currency)
+    return f"at most {time_}{cost}"
 
 
 def by_type(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.show.status import branches, changes, scaling
-from tula_cli.show.tables import table
+from tula_cli.show.tables import cost_in_words, table
 from tula_cli.words import configuration, duration, near, number, percent, perplexity, plural, time_unit
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
-    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.all_node_hours)} node-h, {number(predicted.cost)} {currency}{energy}{on_spot}"
+    yield f"{duration(3600 * predicted.hours)}{high}, {cost_in_words(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"
     yield f"price: {plan.price}"
 
 

@@ -5,12 +5,14 @@ import math
 import re
 import shlex
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from tula_cli.spec.methods import METHODS
+from tula_cli.spec.yaml_text import TypedFloat, TypedInt
 
 _SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
 
@@ -52,24 +54,32 @@ def parse_minutes(value: object) -> object:
     return (days * 24 + hours) * 60 + minutes + -(-seconds // 60)
 
 
-def one_line(value: object) -> object:
-    """Take a number as the word it is written as (an account may be one); refuse what would end a line of a script."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, str) and not value.isprintable():
+def as_typed(value: object) -> object:
+    """Return a number at a key of text as it was typed in the file; refuse one whose spelling is not known.
+
+    Raises:
+        ValueError: a float of Python code (12.10 is 12.1 there), or true and false, which have no single spelling.
+    """
+    if isinstance(value, TypedInt | TypedFloat):
+        return value.typed
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} must be quoted: 'true', '1', ...")
+    if isinstance(value, float):
+        raise ValueError(f"must be text, got the number {value!r}; quote it, as it is to be written: '{value!r}'")
+    return str(value) if isinstance(value, int) else value
+
+
+def one_line(value: str) -> str:
+    """Refuse what would end a line of a script."""
+    if not value.isprintable():
         raise ValueError(f"{value!r} must be one line of text")
     return value
 
 
-def as_text(value: object) -> object:
-    """Take a number as the word it is written as; true and false have no one spelling in a shell."""
-    if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} must be quoted: 'true', '1', ...")
-    return str(value) if isinstance(value, int | float) else value
-
-
 def plain_data(value: dict[str, Any]) -> dict[str, Any]:
     """Refuse what would reach a job as something else: its records are JSON, which has no NaN, no dates and no number as key.
+
+    Numbers become those of Python, whatever their spelling.
 
     Args:
         value: arguments for the user's own code.
@@ -95,7 +105,16 @@ def plain_data(value: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{place[1:]} is a {type(found).__name__}; words, numbers, true, false and null are passed on"
             )
-    return value
+    plain: dict[str, Any] = _plain(value)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, TypedInt) else float(value) if isinstance(value, TypedFloat) else value
 
 
 def _key(place: str, key: object) -> str:
@@ -162,7 +181,6 @@ _WRITTEN_MINUTES = {
         {"type": "string", "pattern": r"^\s*([0-9]+-)?[0-9]+(:[0-9]+){0,2}\s*$"},
     ]
 }
-WORD_OR_NUMBER = WithJsonSchema({"type": ["string", "number"]})
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0), WithJsonSchema(_WRITTEN_SIZE)]  # bytes
 Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSchema(_WRITTEN_MINUTES)]
@@ -170,17 +188,36 @@ Day = Annotated[
     str, AfterValidator(day), WithJsonSchema({"type": "string", "pattern": r"^([0-9]{4}-[0-9]{2}-[0-9]{2})?$"})
 ]
 Arguments = Annotated[dict[str, Any], AfterValidator(plain_data)]
-Line = Annotated[str, BeforeValidator(one_line), WORD_OR_NUMBER]
+Line = Annotated[str, AfterValidator(one_line)]
 Command = Annotated[Line, AfterValidator(_shell_words)]
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+def _with_typed_text(schema: Any) -> Any:
+    """Return a schema of pydantic in which `as_typed` runs before each check for text."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(_with_typed_text(part) for part in schema)
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "str":
+        return no_info_before_validator_function(as_typed, cast("CoreSchema", schema))
+    if schema.get("type") == "function-before" and schema["function"]["function"] is as_typed:
+        return schema
+    return {key: part if key == "metadata" else _with_typed_text(part) for key, part in schema.items()}
+
+
 class Section(BaseModel):
     """A part of the spec: frozen, and no key it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let every key whose value is text take a number as it was typed."""
+        schema: CoreSchema = _with_typed_text(handler(source))
+        return schema
 
 
 def known_method(value: str) -> str:

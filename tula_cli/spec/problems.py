@@ -1,6 +1,7 @@
 """What is wrong with a spec, in words, with the nearest valid name."""
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, get_args, get_origin
@@ -14,6 +15,34 @@ REPLACED: Mapping[tuple[str, ...], str] = {
     ("search", "steps"): "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"
 }
 """Keys that there once were, and what is in their place."""
+
+_BATCH = (
+    "tula chooses the batch: train.reference_batch is the one that optimizer.lr was tuned for, search.min_batch and"
+    " search.max_batch bound the search, and tula train --batch sets one"
+)
+_USUAL_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("batch", "batch_size", "batchsize", "bs", "local_batch", "local_batch_size", "micro_batch", "micro_batch_size",
+         "train_batch_size", "per_device_train_batch_size", "global_batch", "global_batch_size", "mini_batch_size"), _BATCH
+    ),
+    **dict.fromkeys(("lr", "learning_rate", "base_lr", "peak_lr"), "optimizer.lr"),
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus", "ngpus", "nproc_per_node", "gpus_per_node", "devices"), "cluster.gpus_per_node"),
+    **dict.fromkeys(("nodes", "num_nodes", "n_nodes", "nnodes"), "search.nodes"),
+    **dict.fromkeys(("epoch", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"), "train.epochs"),
+    **dict.fromkeys(("num_workers", "n_workers", "dataloader_num_workers"), "train.workers"),
+    **dict.fromkeys(("model_name", "arch", "architecture"), "model.name"),
+    **dict.fromkeys(("dataset_name", "data"), "dataset.name"),
+    **dict.fromkeys(("optimizer", "optimizer_name", "optim", "opt"), "optimizer.name"),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedule"), "schedule.kind"),
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("time", "walltime", "time_limit", "timelimit", "hours"), "cluster.slurm.minutes"),
+    **dict.fromkeys(("mem", "mem_per_node"), "cluster.slurm.memory"),
+    **dict.fromkeys(("cpus", "cpus_per_gpu"), "cluster.slurm.cpus_per_task"),
+    **dict.fromkeys(("grad_accum", "gradient_accumulation_steps", "accumulation_steps", "accum_iter"), "train.accumulate"),
+    **dict.fromkeys(("precision", "amp", "dtype"), "train.precision"),
+    "method": "train.method", "price": "pricing.price", "queue": "cluster.slurm.partition",
+}  # fmt: skip
+"""What other programs call a key, and its path here, or what to do instead."""
 
 _SECTION = "must be a section"
 _WANTED: Mapping[str, str] = {
@@ -30,10 +59,7 @@ def problem(item: Any) -> Problem:
     if item["type"] == "extra_forbidden":
         if hint := REPLACED.get(item["loc"][-2:]):
             return Problem(path, "no such key", hint)
-        names = _names_at(item["loc"][:-1])
-        close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(names))}"
-        return Problem(path, "no such key", hint)
+        return Problem(path, "no such key", _hint(str(item["loc"][-1]), _names_at(item["loc"][:-1])))
     if item["type"] == "missing":
         return Problem(path, "is required")
     message = _wanted(item)
@@ -44,7 +70,45 @@ def problem(item: Any) -> Problem:
     if item["type"] == "string_pattern_mismatch":
         return Problem(path, f"{item['input']!r} must be letters, digits, '.', '_' or '-', at most 64 of them")
     shown = "" if item["type"] == "value_error" or isinstance(item["input"], dict) else f", got {item['input']!r}"
-    return Problem(path, message[:1].lower() + message[1:] + shown)
+    return Problem(path, message[:1].lower() + message[1:] + shown, _hint_of_name(item))
+
+
+def _hint(key: str, names: list[str]) -> str:
+    """Return what may have been meant by an unknown key: one of the same section, or of another."""
+    if close := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
+        return f"did you mean {close[0]}?"
+    plain = key.lower().replace("-", "_")
+    if known := _USUAL_NAMES.get(plain):
+        return known if " " in known else f"did you mean {known}?"
+    paths = _paths_of_keys()
+    if plain in paths:
+        return f"did you mean {' or '.join(paths[plain][:3])}?"
+    if close := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
+        return f"did you mean {close[0]}?"
+    if close := difflib.get_close_matches(plain, paths, n=1, cutoff=0.8):
+        return f"did you mean {paths[close[0]][0]}?"
+    return f"known here: {', '.join(sorted(names))}"
+
+
+def _hint_of_name(item: Any) -> str:
+    """Return the key that a name belongs to which was given in place of its section (`model: resnet18`)."""
+    names = _names_at(item["loc"]) if isinstance(item["input"], str) else []
+    key = next((key for key in ("name", "kind", "method") if key in names), None)
+    return f"did you mean {_readable_path(item['loc'])}.{key}={item['input']}?" if key else ""
+
+
+@functools.cache
+def _paths_of_keys() -> dict[str, list[str]]:
+    """Return the paths of all keys of a job by their last word, the shallow ones first; those of scripts last."""
+    paths: dict[str, list[str]] = {}
+    waiting: list[tuple[str, type[Section]]] = [("", JobSpec)]
+    for prefix, section in waiting:
+        fields = sorted(section.model_fields.items(), key=lambda field: field[0] == "script")
+        for name, field in fields:
+            paths.setdefault(name, []).append(f"{prefix}{name}")
+            inner = _section_of(field.annotation)
+            waiting += [(f"{prefix}{name}.", inner)] if inner is not None else []
+    return paths
 
 
 def _wanted(item: Any) -> str:

@@ -9,14 +9,13 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonS
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.spec.kinds import (
-    WORD_OR_NUMBER,
     Command,
     Line,
     Minutes,
     Positive,
     PositiveFloat,
     Section,
-    as_text,
+    as_typed,
     one_line,
     word,
 )
@@ -100,13 +99,15 @@ def _variable(name: str) -> str:
 
 
 def _option_value(value: object) -> object:
-    values = value if isinstance(value, list) else [value]
-    if not all(v is None or isinstance(v, bool | int | float | str) for v in values):
+    if isinstance(value, list):
+        return [_option_value(inner) for inner in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int | float | str):
         raise ValueError(
             f"{value!r} must be a text, a number, a list of them, true (the bare option) or false (left out)"
         )
-    lines = [one_line(v) for v in values]
-    return lines if isinstance(value, list) else value
+    return one_line(str(as_typed(value)))
 
 
 _WRITTEN_MEMORY = WithJsonSchema(
@@ -116,10 +117,9 @@ _WRITTEN_OPTION = {
     "type": ["boolean", "number", "string", "array", "null"],
     "items": {"type": ["string", "number"]},
 }
-OptionValue = Annotated[
-    bool | int | float | str | list[str] | None, BeforeValidator(_option_value), WithJsonSchema(_WRITTEN_OPTION)
-]
+OptionValue = Annotated[bool | str | list[str] | None, BeforeValidator(_option_value), WithJsonSchema(_WRITTEN_OPTION)]
 """True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
+_NOTHING: tuple[object, ...] = (False, None, "", [])
 
 
 ROOM = 2
@@ -162,9 +162,7 @@ class Slurm(Section):
     srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
     setup: list[str] | Line | None = None  # shell lines before the job, or a file of them; null: the site's, if any
     # variables, exported after the set-up; null leaves one out
-    environment: dict[
-        Annotated[str, AfterValidator(_variable)], Annotated[str, BeforeValidator(as_text), WORD_OR_NUMBER] | None
-    ] = {}
+    environment: dict[Annotated[str, AfterValidator(_variable)], str | None] = {}
     python: Command | None = None  # how python is started in the job: a command of the shell
     # words before the command of every rank, or a script (a file) around it; null: the site's, if any
     wrapper: list[Annotated[Line, AfterValidator(word)]] | Line | None = None
@@ -206,7 +204,11 @@ def _unfit_gpus(slurm: Slurm) -> _Unfit:
         return
     for name, value in slurm.extra.items():
         # Other resources than GPUs have no other way in than gres.
-        if option(name) in _GPU_OPTIONS and value and (option(name) != "gres" or "gpu" in str(value)):
+        if (
+            option(name) in _GPU_OPTIONS
+            and value not in (*_NOTHING, "0")
+            and (option(name) != "gres" or "gpu" in str(value))
+        ):
             yield ("extra", name), "asks for GPUs a second time: gpus and gpu_type say how, or set gpus: none"
 
 

@@ -12,6 +12,30 @@ import yaml
 from tula_cli.errors import SpecError
 
 
+class TypedInt(int):
+    """An integer of YAML that keeps the text it was typed as, for keys whose values are text (0x1F, +5)."""
+
+    typed: str
+
+
+class TypedFloat(float):
+    """The same of a number with a fraction or an exponent (12.10, 7e3)."""
+
+    typed: str
+
+
+def _construct_int(loader: "yaml.constructor.SafeConstructor", node: yaml.ScalarNode) -> TypedInt:
+    number = TypedInt(loader.construct_yaml_int(node))
+    number.typed = node.value
+    return number
+
+
+def _construct_float(loader: "yaml.constructor.SafeConstructor", node: yaml.ScalarNode) -> TypedFloat:
+    number = TypedFloat(loader.construct_yaml_float(node))
+    number.typed = node.value
+    return number
+
+
 class _Loader(yaml.SafeLoader):
     """YAML with 1.2's plain scalars: 1e-3 is a number, `on`, 1:30 and 2025-01-01 are words; a key given twice is refused."""
 
@@ -63,7 +87,11 @@ _PLAIN_SCALARS = (
     ),
     ("merge", r"^<<$", ["<"]),
 )
-for _class in (_Loader, Dumper, *((_FastLoader,) if yaml.__with_libyaml__ else ())):
+_LOADERS: tuple[Any, ...] = (_Loader, *((_FastLoader,) if yaml.__with_libyaml__ else ()))
+for _loader in _LOADERS:
+    _loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+    _loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+for _class in (*_LOADERS, Dumper):
     for _name, _pattern, _first in _PLAIN_SCALARS:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 

@@ -220,7 +220,7 @@ def folder_of(out: Path, name: str, when: float, *files: str) -> None:
 
 def test_a_folder_without_files_that_the_one_before_has_is_half_a_checkpoint(tmp_path: Path) -> None:
     def newest() -> str:
-        found = checkpoints.newest(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
+        found, _ = checkpoints.newest(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
         return "" if found is None else found.name
 
     resume = Resume(args="{checkpoint}", checkpoint="{out}/*")

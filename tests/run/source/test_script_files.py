@@ -13,6 +13,7 @@ from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.run.source import git as git_files
 from tula_cli.run.source import script_files, selection
 from tula_cli.run.source.command_file import in_snapshot, snapshot_path
+from tula_cli.run.source.keys import may_be_secret
 from tula_cli.run.source.script_files import of_script
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -101,6 +102,7 @@ def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: 
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).touch()
     keys = ["id_rsa", "id_ed25519.json", "tls.pem", "tls.key", "gcp-Credentials.json", "aws_credentials.py"]
+    keys += ["secrets.yaml", "token.txt", "kaggle.json", "service-account-1.json", "my_api_key.txt"]
     for name in keys:
         (here / name).write_text("secret")
     RunDir.create(here / "tula-runs", job())
@@ -114,7 +116,7 @@ def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: 
     assert all((home / name).is_symlink() for name in keys), "a script that reads them finds them"
     assert not any((home / name).exists() for name in ("env", "tula-runs", ".env", ".git", "node_modules"))
     (warning,) = code.choose(None, job(), here, keep=True).warnings
-    assert warning.startswith("aws_credentials.py: may hold keys by the name, so it is linked, not copied")
+    assert "aws_credentials.py" in warning and "may hold keys by the name, so it is linked, not copied" in warning
 
 
 def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_first(
@@ -419,3 +421,17 @@ def test_git_tells_what_differs_in_the_copied_files_and_nothing_of_others(here: 
     assert (clean.commit, clean.dirty, clean.diff) == (git(here, "rev-parse", "HEAD").strip(), False, "")
     assert not again.dirty
     assert edited.dirty and "-a: 1\n+a: 2\n" in edited.diff and "password" not in edited.diff
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_secret"),
+    [
+        ("SLURM_AUTH", "x", True), ("MYSQL_PWD", "x", True), ("DB_PASS", "x", True), ("SSH_KEY", "x", True), ("SENTRY_DSN", "x", True),
+        ("AZURE_SAS", "x", True), ("NCCL_COOKIE", "x", True), ("HF_TOKEN", "x", True), ("A", "https://b/c?sv=1&sig=abc%3D", True),
+        ("A", "https://u:p@host/x", True), ("A", "https://b/c?X-Amz-Signature=abc", True), ("A", "ghp_0123456789abcdefghij", True),
+        ("NCCL_DEBUG", "INFO", False), ("SLURM_JOB_ID", "12", False), ("OMP_PASSIVE", "1", False), ("A", "https://b/c?page=2", False),
+        ("TOKENIZERS_PARALLELISM", "1", False), ("key", "val_acc", False),
+    ],
+)  # fmt: skip
+def test_secrets_are_known_by_name_and_by_value(name: str, value: str, is_secret: bool) -> None:
+    assert may_be_secret(name, value) is is_secret

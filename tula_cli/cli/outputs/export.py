@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tula_cli.cli.options import RUNS, MaybeRun, Root
+from tula_cli.cli.options import RUNS, MaybeRun, Root, RunArgument
 from tula_cli.cli.runs import find_run
 from tula_cli.cli.waiting import done
 from tula_cli.errors import SpecError
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
 
 def export(
     screen: Screen,
-    target: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", readable=False, help="The run; else as by --run.")
-    ] = None,
+    target: RunArgument = None,
     named: MaybeRun = None,
     root: Root = RUNS,
     to: Annotated[

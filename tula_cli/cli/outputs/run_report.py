@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli import words
-from tula_cli.cli.options import RUNS, Html, MaybeRun, Root, check_page
+from tula_cli.cli.options import RUNS, Html, MaybeRun, Root, RunArgument, check_page
 from tula_cli.cli.runs import find_run
 from tula_cli.errors import SpecError
 from tula_cli.show.outputs import run_report as show_report
@@ -16,7 +16,6 @@ from tula_cli.show.screen import Screen
 if TYPE_CHECKING:
     from tula_cli.services.reporting.document import Document
 
-Target = Annotated[Path | None, typer.Argument(metavar="[RUN]", readable=False, help="The run; else as by --run.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="The report as Markdown, on stdout.")]
 Latex = Annotated[bool, typer.Option("--latex", help="The report as LaTeX, on stdout: class article, no packages.")]
 Csv = Annotated[
@@ -42,7 +41,7 @@ Trainings = Annotated[int, typer.Option("--runs", min=1, help="With --for: how m
 
 def report(
     screen: Screen,
-    target: Target = None,
+    target: RunArgument = None,
     named: MaybeRun = None,
     root: Root = RUNS,
     html: Html = None,

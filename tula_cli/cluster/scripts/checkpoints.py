@@ -24,8 +24,8 @@ def newest(
     workdir: Path,
     since: float,
     left_out: tuple[str, float] = ("", 0.0),
-) -> Path | None:
-    """Return the newest checkpoint that is whole; None where there is none.
+) -> tuple[Path | None, list[Path]]:
+    """Return the newest checkpoint that is whole (None where there is none), and the damaged ones that are newer.
 
     A folder that lacks files which the one before it has is half of one: its process was killed between two files.
 
@@ -43,8 +43,10 @@ def newest(
         ((when, path) for path, when in found if when >= since and not (str(path) == useless and when <= until)),
         reverse=True,
     )
-    paths = [path for _, path in by_age if whole(path)]
-    return next((path for number, path in enumerate(paths) if not _lacks_files(path, paths[number + 1 :])), None)
+    paths = [path for _, path in by_age]
+    sound = [path for path in paths if whole(path)]
+    best = next((path for number, path in enumerate(sound) if not _lacks_files(path, sound[number + 1 :])), None)
+    return best, paths if best is None else paths[: paths.index(best)]
 
 
 def _lacks_files(path: Path, older: Iterable[Path]) -> bool:
@@ -94,7 +96,10 @@ def _is_whole(file: Path) -> bool:
         if not is_regular(file) or file.stat().st_size == 0:
             return False
         with open(file, "rb") as opened:
-            zipped = opened.read(4) == b"PK\x03\x04"
-        return not zipped or file.suffix not in _ZIPPED or zipfile.is_zipfile(file)
+            head = opened.read(4)
+        if file.suffix not in _ZIPPED:
+            return True
+        # zeros are blocks that a lost node has never written
+        return zipfile.is_zipfile(file) if head == b"PK\x03\x04" else head != b"\0\0\0\0"
     except OSError:
         return False

@@ -3,7 +3,7 @@
 import glob
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -100,12 +100,16 @@ class ScriptTraining:
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint to go on from; None where it begins anew."""
+        return self._checkpoints()[0]
+
+    def _checkpoints(self) -> tuple[Path | None, list[Path]]:
+        """Return the checkpoint to go on from, and the newer ones that are passed over because they are damaged."""
         resume, attempts = self.resume, self.training.attempts()
         if not self._any_batch:
             alike = {task.id for task in self.training.tasks() if task.batch == self.task.batch}
             attempts = [attempt for attempt in attempts if attempt.task in alike]
         if resume is None or self.goes_on == "none" or not attempts:
-            return None
+            return None, []
         began = min(attempt.started_at for attempt in attempts)
         useless = self.training.script_saves().left_out
         left_out = ("", 0.0) if useless is None else (useless.checkpoint, useless.saved_at)
@@ -208,8 +212,23 @@ class ScriptTraining:
         if self.goes_on == "none" and own(self.task.spec).resume is not None:
             words = "a rehearsal has found that the script cannot go on from its own checkpoint: each interruption begins it anew"
             self._add("warning", 0, message=words)
+        for words in self._damage():
+            self._add("warning", self.base(command)[0], message=words)
         lr = learning_rate(self.task.spec, self.task.batch)
         self._add("start", self.base(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
+
+    def _damage(self) -> Iterator[str]:
+        """Yield a line for each damaged checkpoint that this start passes over."""
+        used, damaged = self._checkpoints()
+        progress = self.training.script_progress()
+        resumes = f"resumes from {used.name}" if used is not None else "begins anew"
+        for path in damaged:
+            is_known = progress is not None and progress.checkpoint == str(path)
+            samples = f" ({progress.samples} samples)" if progress is not None and is_known else ""
+            yield (
+                f"the checkpoint {path.name}{samples} is damaged and passed over: the training {resumes}, and what came after"
+                " is trained again"
+            )
 
     def follow(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:
         """Write a row of how far an attempt is, where it has stepped since; return the steps it stands at.

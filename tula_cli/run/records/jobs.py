@@ -1,9 +1,12 @@
 """Jobs, their attempts, and how these end."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from tula_cli.run.records.base import OutcomeClass, Record
 from tula_cli.run.records.rehearsals import RehearsalStart
+from tula_cli.run.source.keys import without_secrets
 
 
 class Job(Record):
@@ -51,6 +54,10 @@ class Shortage(Record):
         return None if self.needed is None or self.quota else max(0, self.needed - self.free)
 
 
+RecordedText = Annotated[str, AfterValidator(without_secrets)]
+"""What another program wrote: an error may quote a token, or a URL with a password."""
+
+
 class Failure(Record):
     """What one failing rank saw."""
 
@@ -60,8 +67,8 @@ class Failure(Record):
     host: str
     pid: int
     outcome: OutcomeClass
-    message: str
-    detail: str  # traceback, or the end of the log
+    message: RecordedText
+    detail: RecordedText  # traceback, or the end of the log
     local_batch: int | None = None
     samples: int | None = None
     shortage: Shortage | None = None  # of a full disk
@@ -76,7 +83,7 @@ class Attempt(Record):
     started_at: float
     ended_at: float | None = None
     outcome: Literal["done"] | OutcomeClass | None = None  # None while it runs
-    message: str = ""
+    message: RecordedText = ""
     rank: int | None = None  # the rank at the root of a failure
     host: str = ""
     pid: int = 0  # of the process that started the ranks

@@ -71,7 +71,7 @@ def of_script(script: Script, workdir: Path, *, path: Sequence[str] | None = Non
         tuple(sorted(modules)),
         tuple(sorted({*copied} - {*modules})),
         (*left_out, *beyond),
-        keys=tuple(file for file in keys if file.suffix in CODE),
+        keys=tuple(keys),
         start=start,
         program="" if found.module else start,
         exact=True,

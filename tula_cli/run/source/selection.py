@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.run.imports import files, foreign, roots_of, source
-from tula_cli.run.source.keys import CODE, is_key
+from tula_cli.run.source.keys import is_key
 from tula_cli.spec.job import JobSpec
 
 MAX_FILE = 1_000_000  # bytes of a file of a package that is no module the spec leads to
@@ -48,8 +48,7 @@ def behind_imports(spec: JobSpec, workdir: Path) -> Selection:
     keys: list[Path] = []
     for package in _packages(modules, workdir):
         _survey(package, set(modules), others, left_out, keys)
-    told = tuple(file for file in keys if file.suffix in CODE)
-    return Selection(workdir, roots, modules, tuple(others), tuple(left_out), keys=told)
+    return Selection(workdir, roots, modules, tuple(others), tuple(left_out), keys=tuple(keys))
 
 
 def _packages(modules: Iterable[Path], workdir: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
-from tula_cli.words import plural
+from tula_cli.words import duration, plural
 
 _REASONS = 5  # for which configurations are left out that are told one by one
 _DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
@@ -70,6 +70,7 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
             "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
             " measure more (search.strategy: sweep or full) to know it"
         )
+    warnings += _wide_interval(chosen)
     if chosen.further:
         warnings.append(_extrapolated(forecast, chosen))
     warnings += _second_opinion(forecast, chosen)
@@ -86,6 +87,20 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     if chosen.market == "spot" and limits.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings
+
+
+WIDEST = 3.0
+"""The upper end of a useful interval over its lower end."""
+
+
+def _wide_interval(chosen: Prediction) -> list[str]:
+    low, high = chosen.hours_low, chosen.hours_high
+    if low is None or high is None or high <= 0 or high <= WIDEST * low:
+        return []
+    return [
+        f"the time of the choice is too uncertain to decide by: its 90 % interval is {duration(3600 * max(low, 0.0))} to"
+        f" {duration(3600 * high)}; probe longer or more (search.min_seconds, search.strategy: full) and recommend again"
+    ]
 
 
 def _extrapolated(forecast: Forecast, chosen: Prediction) -> str:

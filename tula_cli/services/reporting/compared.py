@@ -1,5 +1,6 @@
 """A comparison of methods, batches and seeds as a report: Table I, accuracy by batch and on the way, and what lies behind it."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -73,7 +74,32 @@ def answer(report: CompareReport) -> str:
     best = _best(known, report)
     told = f"{report.metric} {_spread(best.stat(report.metric))}, where batch {report.reference_batch} has {_spread(small)}"
     left = "" if report.complete else f" ({report.finished} of {plural(report.total, 'training')} done)"
+    beside = next((row for row in known if row is not best and not differs(best, row, report.metric)), None)
+    if beside is not None:
+        return (
+            f"At batch {batch} the best methods are not distinguishable: {best.method} has {told}, and {beside.method}"
+            f" {_spread(beside.stat(report.metric))}{left}; compare more seeds (tula compare --seeds {max(5, 2 * best.seeds)})."
+        )
+    if len(known) == 1:
+        return f"At batch {batch} {best.method} alone is known: {told}{left}."
     return f"At batch {batch} {best.method} is best: {told}{left}."
+
+
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t for 95 % on both sides, by degrees of freedom from 1 on."""
+
+
+def differs(a: Row, b: Row, metric: str) -> bool:
+    """Return whether the means of two rows differ beyond noise, by Welch's t-test; one seed tells no noise, so they do not."""
+    first, second = a.stat(metric), b.stat(metric)
+    if first is None or second is None or first.sd is None or second.sd is None:
+        return False
+    u, v = first.sd**2 / first.n, second.sd**2 / second.n
+    if u + v == 0:
+        return first.mean != second.mean
+    freedom = (u + v) ** 2 / (u**2 / (first.n - 1) + v**2 / (second.n - 1))
+    t = _T_95[min(int(freedom), len(_T_95)) - 1] if freedom < len(_T_95) + 1 else 2.1
+    return abs(first.mean - second.mean) > t * math.sqrt(u + v)
 
 
 def _best(rows: Sequence[Row], report: CompareReport) -> Row:

@@ -27,6 +27,7 @@ from tula_cli.services.reporting.sections import (
 from tula_cli.services.reporting.training_look import trainings
 from tula_cli.services.reporting.units import software
 from tula_cli.spec.job import JobSpec, train_length
+from tula_cli.spec.resources import UNPRICED
 from tula_cli.version import __version__
 from tula_cli.words import amount, configuration, duration, moment, number, plural
 
@@ -119,10 +120,9 @@ def _chosen(choice: Prediction, currency: str) -> str:
     kind = f" of type {choice.type}" if choice.type else ""
     on_spot = ", on spot nodes" if choice.market == "spot" else ""
     place = configuration(choice.nodes, choice.batch, choice.local_batch)
-    return (
-        f"{place}{kind}{on_spot}: {duration(3600 * choice.hours)}{interval}, {number(choice.all_node_hours)} node-hours,"
-        f" {number(choice.cost)} {currency}"
-    )
+    cost = "" if currency == UNPRICED.currency else f", {number(choice.cost)} {currency}"
+    hours = f"{number(choice.all_node_hours)} node-hours"
+    return f"{place}{kind}{on_spot}: {duration(3600 * choice.hours)}{interval}, {hours}{cost}"
 
 
 def _facts(seen: Material) -> Iterator[Fact]:

@@ -8,6 +8,9 @@ What holds only between keys (a schedule without milestones, a script beside a m
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import StringSchema
+
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.schema.descriptions import descriptions, sections
@@ -25,6 +28,13 @@ _WORDS = {
 }
 
 
+class _TypedText(GenerateJsonSchema):
+    """Text may be typed as a number: `spec/kinds.as_typed`."""
+
+    def str_schema(self, schema: StringSchema) -> Schema:
+        return {**super().str_schema(schema), "type": ["string", "number"]}
+
+
 def json_schema(kind: Kind) -> Schema:
     """Return the schema of a file, as an object for `json.dumps`.
 
@@ -34,7 +44,7 @@ def json_schema(kind: Kind) -> Schema:
     Raises:
         TulaError: this installation has no sources, and so no descriptions.
     """
-    made = JobSpec.model_json_schema(mode="validation")
+    made = JobSpec.model_json_schema(mode="validation", schema_generator=_TypedText)
     parts: Schema = made.pop("$defs")
     found: dict[str, type[Section]] = {section.__name__: section for _, section in sections(JobSpec)}
     for name, part in parts.items():

@@ -76,6 +76,8 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints = worker_measure_footprint.footprints(rehearsal, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = rehearsal.model, rehearsal.call, rehearsal.optimizer, rehearsal.output(2)
         warnings += _lone_sample_problems(spec, rehearsal)
+        if _can_step_here(spec, device, model):
+            _real_step(spec, datasets)  # fake tensors have neither the values nor the types of the samples
     except TulaError:
         raise
     # A model may read values of its tensors, which fake ones do not have: only a real step can tell then.
@@ -231,6 +233,17 @@ def _capacity(spec: JobSpec, device: str) -> int | None:
     return machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
 
 
+MOST_PARAMETERS = 30_000_000
+"""Of a model a step of which is run on the CPU while a job is checked: it takes a second or two."""
+
+
+def _can_step_here(spec: JobSpec, device: str, model: nn.Module) -> bool:
+    """Return whether a real step tells what a probe would see: of the user's own code, in a job that runs on CPUs as here."""
+    is_own = _users_own(spec) or is_import_string(spec.dataset.name)
+    small = sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
+    return is_own and small and not spec.train.sharded and not _on_gpu(spec, device)
+
+
 def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall, torch.optim.Optimizer, Any]:
     """Run one optimizer step of two samples on the CPU.
 
@@ -251,6 +264,11 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall,
             if call.target(batch) is not None:
                 stage += f", with the target {described(call.target(batch))}"
             value = call.loss_of(output, batch)
+        if not bool(torch.isfinite(value).all()):
+            raise JobFailed(
+                f"the loss of the first two samples is {value.item():g}: no training can start from it",
+                "look for nan or inf in the samples, and at what the model and the loss make of them",
+            )
         stage = "the backward pass fails"
         value.backward()
         stage = f"optimizer {spec.optimizer.name} fails"
@@ -276,6 +294,8 @@ def _users_own(spec: JobSpec) -> bool:
 
 
 def _hint(stage: str, error: Exception) -> str:
+    if "dtype" in str(error):
+        return "let the dataset return float32 (numpy makes float64) and class numbers as int64, or convert them in the model"
     if stage.startswith("model"):
         if "the batch" in stage:
             return "forward is given a dictionary by name and a tuple in order, but for its last entry, the target"
@@ -296,6 +316,11 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or not _is_classes(target):
         return []
     outputs, wanted = output.shape[1], max(classes or 0, int(target.max()) + 1)
+    if (least := int(target.min())) < 0 and least != _IGNORED:
+        raise SpecError(
+            f"dataset {spec.dataset.name} has the label {least}; labels are 0 to {wanted - 1}",
+            "number the classes from 0 in the dataset",
+        )
     if outputs < wanted:
         raise SpecError(
             f"model {spec.model.name} has {outputs} outputs, dataset {spec.dataset.name} has {wanted} classes",
@@ -304,6 +329,10 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     if classes is not None and outputs > classes:
         return [f"model {spec.model.name} has {outputs} outputs for {classes} classes"]
     return []
+
+
+_IGNORED = -100
+"""The label that torch's losses leave out."""
 
 
 def _is_classes(target: Any) -> bool:

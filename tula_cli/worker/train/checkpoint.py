@@ -238,11 +238,12 @@ def _set_aside(path: Path) -> str:
     while place.exists():
         number += 1
         place = path.with_name(f"damaged-{number}-{path.name}")
+    name = f"the checkpoint {path.name} ({int(path.stem)} samples)"
     try:
         path.rename(place)
     except OSError as error:  # passed over all the same
-        return f"the checkpoint {path.name} is damaged and passed over ({error.strerror})"
-    return f"the checkpoint {path.name} is damaged, passed over and kept as checkpoints/{place.name}"
+        return f"{name} is damaged and passed over ({error.strerror})"
+    return f"{name} is damaged, passed over and kept as checkpoints/{place.name}"
 
 
 def _content(path: Path) -> dict[str, Any] | None:

@@ -141,8 +141,10 @@ class Training:
 
     def _announce(self) -> None:
         self.log.start()
+        samples = self.trainer.position.samples
         for words in self.damaged:
-            self.log.warn(words)
+            resumes = f"resumes at {samples} samples" if samples else "begins anew"
+            self.log.warn(f"{words}: the training {resumes}, and what came after is trained again")
         if self.unfit:
             self.log.warn(f"of model.weights {self.task.spec.model.weights} not all is taken: {self.unfit}")
 

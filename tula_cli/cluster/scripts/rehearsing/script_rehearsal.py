@@ -113,7 +113,7 @@ class ScriptRehearsal:
         )
         resume = own(self.task.spec).resume
         assert resume is not None
-        checkpoint = checkpoints.newest(resume, self.known(start), workdir=Path(self.task.workdir), since=0.0)
+        checkpoint, _ = checkpoints.newest(resume, self.known(start), workdir=Path(self.task.workdir), since=0.0)
         return None if checkpoint is None else start.model_copy(update={"checkpoint": str(checkpoint)})
 
     def _first_length(self) -> Length:

@@ -89,8 +89,18 @@ def section(seen: Material) -> Section:
             f"Batch {strong.fixed} is known on {plural(len(strong.points), 'number')} of nodes only: there is no strong scaling"
             " to tell; search.nodes names those that are measured."
         )
+    impossible = [point for one in found for point in one.points if point.efficiency > HIGHEST_EFFICIENCY]
+    if impossible:
+        text.append(
+            f"An efficiency of {100 * max(point.efficiency for point in impossible):.0f} % is hardly possible: the step time on the"
+            " fewest nodes is too uncertain, or was disturbed. Probe it again, and longer (search.min_seconds)."
+        )
     figures = () if len(strong.points) < 2 and len(weak.points) < 2 else _figures(strong, weak, choice)
     return Section(KEY, TITLE, tuple(text), tables=tables, figures=figures)
+
+
+HIGHEST_EFFICIENCY = 1.1
+"""What caches and noise may add to ideal scaling; above, a measurement is at fault."""
 
 
 def table(found: Study, key: str, title: str, choice: Prediction, currency: str) -> Table:

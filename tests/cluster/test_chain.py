@@ -1145,7 +1145,7 @@ def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain
     ("outcome", "message", "seconds", "ends"),
     [
         ("unknown", "exit code 1", 3.0, True),
-        ("storage", "cannot write x: Stale file handle", 3.0, True),
+        ("storage", "cannot write x: Stale file handle", 3.0, False),
         ("supervisor", "tula's supervisor failed", 3.0, True),
         ("signal", "its process was killed by SIGSEGV", 3.0, True),
         ("signal", "its process was killed by SIGKILL", 3.0, False),
@@ -1173,7 +1173,7 @@ def test_the_same_end_at_once_twice_is_final(outcome: OutcomeClass, message: str
 ENDED_FROM_OUTSIDE = ("cancelled", "time_limit", "preempted", "node_failure")
 RAISED: dict[OutcomeClass, tuple[str, ...]] = {
     "device_oom": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)); bytearray(2**30)",),
-    "host_oom": ("raise MemoryError('DataLoader worker (pid 7) is killed by signal: Killed.')",),
+    "host_oom": ("raise MemoryError('no room for an array')",),
     "user": ("import nothing_of_that_name", "[1, 2][3]"),
     "diverged": (
         'from tula_cli.errors import Diverged; raise Diverged(f\'the loss is {float("inf") - float("inf")}\')',
@@ -1182,6 +1182,10 @@ RAISED: dict[OutcomeClass, tuple[str, ...]] = {
     "device_error": ("raise RuntimeError('CUDA error: an illegal memory access was encountered')",),
     "peer": (f"raise RuntimeError({GLOO!r})",),
     "signal": ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 15)", "raise SystemExit(137)"),
+    "host_limit": (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); kept = [open('/dev/null') for _ in range(99)]",
+        "import errno, os; raise OSError(errno.ENFILE, os.strerror(errno.ENFILE), '/scratch/1.jpg')",
+    ),
     "port": (
         "import socket; a, b = socket.socket(), socket.socket(); a.bind(('127.0.0.1', 0)); b.bind(a.getsockname())",
     ),
@@ -1191,7 +1195,7 @@ RAISED: dict[OutcomeClass, tuple[str, ...]] = {
     ),
     "storage": tuple(
         f"import errno, os; raise OSError(errno.{name}, os.strerror(errno.{name}), '/scratch/1.pt')"
-        for name in ("ESTALE", "ETIMEDOUT", "EIO", "EREMOTEIO")
+        for name in ("ESTALE", "ETIMEDOUT", "EIO", "EREMOTEIO", "ESHUTDOWN", "EROFS")
     ),
     "unknown": ("raise SystemExit(3)",),
 }

@@ -96,6 +96,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
         monkeypatch.setattr(scheduler, order, getattr(found, order))
     monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
+    monkeypatch.setattr(cluster_supervise, "PAUSE", 0.0)
     monkeypatch.setattr(allocation, "ACCOUNTING_LAG", 0.0)
     return found
 
@@ -1145,7 +1146,7 @@ def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain
     ("outcome", "message", "seconds", "ends"),
     [
         ("unknown", "exit code 1", 3.0, True),
-        ("storage", "cannot write x: Stale file handle", 3.0, True),
+        ("storage", "cannot write x: Stale file handle", 3.0, False),
         ("supervisor", "tula's supervisor failed", 3.0, True),
         ("signal", "its process was killed by SIGSEGV", 3.0, True),
         ("signal", "its process was killed by SIGKILL", 3.0, False),
@@ -1173,7 +1174,7 @@ def test_the_same_end_at_once_twice_is_final(outcome: OutcomeClass, message: str
 ENDED_FROM_OUTSIDE = ("cancelled", "time_limit", "preempted", "node_failure")
 RAISED: dict[OutcomeClass, tuple[str, ...]] = {
     "device_oom": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)); bytearray(2**30)",),
-    "host_oom": ("raise MemoryError('DataLoader worker (pid 7) is killed by signal: Killed.')",),
+    "host_oom": ("raise MemoryError('no room for an array')",),
     "user": ("import nothing_of_that_name", "[1, 2][3]"),
     "diverged": (
         'from tula_cli.errors import Diverged; raise Diverged(f\'the loss is {float("inf") - float("inf")}\')',
@@ -1182,6 +1183,10 @@ RAISED: dict[OutcomeClass, tuple[str, ...]] = {
     "device_error": ("raise RuntimeError('CUDA error: an illegal memory access was encountered')",),
     "peer": (f"raise RuntimeError({GLOO!r})",),
     "signal": ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 15)", "raise SystemExit(137)"),
+    "host_limit": (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); kept = [open('/dev/null') for _ in range(99)]",
+        "import errno, os; raise OSError(errno.ENFILE, os.strerror(errno.ENFILE), '/scratch/1.jpg')",
+    ),
     "port": (
         "import socket; a, b = socket.socket(), socket.socket(); a.bind(('127.0.0.1', 0)); b.bind(a.getsockname())",
     ),
@@ -1191,7 +1196,7 @@ RAISED: dict[OutcomeClass, tuple[str, ...]] = {
     ),
     "storage": tuple(
         f"import errno, os; raise OSError(errno.{name}, os.strerror(errno.{name}), '/scratch/1.pt')"
-        for name in ("ESTALE", "ETIMEDOUT", "EIO", "EREMOTEIO")
+        for name in ("ESTALE", "ETIMEDOUT", "EIO", "EREMOTEIO", "ESHUTDOWN", "EROFS")
     ),
     "unknown": ("raise SystemExit(3)",),
 }
@@ -1252,3 +1257,109 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
     assert str(error.exit_code) == row[2] and error.hint
     follows = next_task(chain.run, chain.task, ExitReason(outcome, first.message, host=first.host), 1)
     assert row[3] == "-" or follows is None or first.host in follows.cause
+
+
+# --- a failure that looks like the user's, after progress
+
+
+def after_progress(chain: Chain, samples: int, end: str) -> str:
+    """Return a rank that has trained some samples, and saved none, when it ends."""
+    row = {
+        "kind": "step",
+        "time": 4e9,
+        "samples": samples,
+        "epoch": 0.5,
+        "batch": 64,
+        "loss": 1.0,
+        "count": 1,
+        "step_time": 0.1,
+        "data_wait": 0.0,
+    }
+    path = chain.run.training("s").metrics_path
+    return f"""
+        import json, pathlib, sys
+        path = pathlib.Path({str(path)!r})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps({row!r}) + "\\n")
+        {end}
+    """
+
+
+@pytest.mark.promise(
+    "a process",
+    "it fails with an error of the script after its first step",
+    "the next job of the chain tries once more; nothing leaves the queue before the error comes again",
+)
+def test_a_failure_after_progress_is_tried_once_more_in_the_next_job(chain: Chain, cluster: Cluster) -> None:
+    chain.script = after_progress(chain, 64, "{}['label']")
+    chain.start("11")
+    assert chain.outcomes() == ["user"] and not cluster.cancelled
+    assert "tried once more" in chain.newest().cause
+    chain.start("12")
+    assert chain.outcomes() == ["user", "user"]
+    assert set(cluster.cancelled) == {"11", "13", "14", "15"}
+
+
+def test_a_failure_that_does_not_come_again_costs_nothing(chain: Chain, cluster: Cluster) -> None:
+    chain.script = after_progress(chain, 64, "{}['label']")
+    chain.start("11")
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["user", "done"]
+
+
+def test_a_failure_before_the_first_step_is_the_users_at_once(chain: Chain, cluster: Cluster) -> None:
+    chain.script = "{}['label']"
+    chain.start("11")
+    assert chain.outcomes() == ["user"] and set(cluster.cancelled) == {"12", "13", "14", "15"}
+
+
+def test_without_a_next_job_the_same_one_tries_once_more(chain: Chain, cluster: Cluster) -> None:
+    chain.submit(("11",))
+    chain.script = after_progress(chain, 64, "{}['label']")
+    chain.start("11")
+    assert chain.outcomes() == ["user", "user"]
+
+
+def test_the_same_end_at_the_same_step_from_the_same_checkpoint_is_final(chain: Chain, cluster: Cluster) -> None:
+    one = Attempt(
+        task="t",
+        number=1,
+        started_at=0.0,
+        ended_at=900.0,
+        outcome="unknown",
+        message="exit code 3, pid 71",
+        samples=96,
+        reached=160,
+    )
+    two = one.model_copy(update={"number": 2, "message": "exit code 3, pid 88"})
+    assert "after 160 samples" in again_at_once([one, two], 96)
+    assert not again_at_once([one, two.model_copy(update={"reached": 192})], 96)
+    assert not again_at_once([one, two.model_copy(update={"message": "another end"})], 96)
+    storage = [attempt.model_copy(update={"outcome": "storage"}) for attempt in (one, two)]
+    assert not again_at_once(storage, 96), "its cause lies outside the process"
+
+
+def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: Cluster) -> None:
+    chain.script = after_progress(chain, 64, "print('Loss is nan, stopping training'); sys.exit(1)")
+    chain.start("11")
+    assert chain.outcomes() == ["diverged"]
+    error = failure_of(chain.task, chain.run.training("s").attempts(), kept=0)
+    assert error.exit_code == 9 and "Loss is nan, stopping training" in error.message
+
+
+@pytest.mark.promise(
+    "the file system",
+    "it fails a rank for a moment (EIO, ESHUTDOWN, ENOTCONN, EROFS)",
+    "new processes after a pause, longer each time",
+)
+def test_a_storage_failure_waits_before_new_processes(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_supervise, "PAUSE", 0.3)
+    chain.script = "import errno, os; raise OSError(errno.EIO, os.strerror(errno.EIO))"
+    chain.start("11")
+    first, second, third = chain.run.training("s").attempts()
+    assert {first.outcome, second.outcome, third.outcome} == {"storage"}
+    assert second.started_at - (first.ended_at or 0) >= 0.3 and third.started_at - (second.ended_at or 0) >= 1.2

@@ -75,6 +75,7 @@ def closed(attempt: Attempt, reason: ExitReason) -> Attempt:
         "rank": reason.rank,
         "host": reason.host or attempt.host,
         "shortage": reason.shortage,
+        "reached": reason.reached,
     }
     return attempt.model_copy(update=update)
 

@@ -3,7 +3,7 @@
 import re
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tula_cli.errors import DiskFull
@@ -24,6 +24,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 _NOISE = re.compile(r"\b\w*Warning: |\bwarnings\.warn\(|\bresource_tracker\b|^\[?[IW]\d{4}[ :]")
 """Lines that say nothing of an end, though they may come last."""
+_THREAD = "can't start new thread"
 _CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
 
 
@@ -37,6 +38,10 @@ class ExitReason:
     host: str = ""
     shortage: Shortage | None = None  # of a full disk
     final: bool = False  # nothing is to follow, whatever its class says
+    once_more: bool = (
+        False  # a failure that looks like the user's, after progress: the next attempt shows whether it is
+    )
+    reached: int | None = None  # samples trained by then; None before a first step
 
     @property
     def words(self) -> str:
@@ -72,7 +77,9 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     """Tell how the ranks of this supervisor ended when they did not end well."""
     device = computed_on(run, task)
     failure = root(run.failures(task.id, attempt.number))
-    shot = exited.oom_kill and exited.exit_code < 0  # own evidence outweighs what others saw
+    # The kernel's count is evidence, and outweighs what others saw: of a rank, or of a process that a rank of this node has lost.
+    lost_process = failure is not None and failure.outcome == "signal" and failure.host == node_name()
+    shot = exited.oom_kill and (exited.exit_code < 0 or lost_process)
     if failure is not None and failure.outcome != "peer" and not shot:
         return told_in_full(run, task, ExitReason.of(failure), failure.detail)
     words = exited.words
@@ -87,14 +94,14 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     host = node_name()
     if outcome == "disk" or (outcome in ("unknown", "peer") and _full(run, task, exited)):
         return told_in_full(run, task, ExitReason("disk", rank=exited.rank, host=host), words)
-    if told := telling_line(words) if outcome in ("device_fault", "device_error") else "":
-        return ExitReason(outcome, told, exited.rank, host)
-    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(exited, summary):
-        # Native code that does not check an allocation crashes under the limit instead of raising.
-        return ExitReason("device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(summary)}", host=host)
     if exited.oom_kill and outcome in ("signal", "unknown", "peer"):
         message = "the kernel killed a process for memory"
         return ExitReason("device_oom" if device == "cpu" else "host_oom", message, exited.rank, host)
+    if line := telling_line(words) if outcome == classify(telling_line(words), device=device) else "":
+        return told_in_full(run, task, ExitReason(outcome, line, exited.rank, host), words)
+    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(exited, summary):
+        # Native code that does not check an allocation crashes under the limit instead of raising.
+        return ExitReason("device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(summary)}", host=host)
     if failure is not None and outcome in ("unknown", "peer"):
         return ExitReason.of(failure.model_copy(update={"outcome": "peer"}))
     killed = _killed(exited.exit_code)
@@ -109,7 +116,7 @@ def _full(run: RunDir, task: Task, exited: RankExit) -> bool:
 
 
 def told_in_full(run: RunDir, task: Task, reason: ExitReason, text: str) -> ExitReason:
-    """Return a reason with what a full disk had, where it is one.
+    """Return a reason with what a full disk had, where it is one; a thread that a limit of memory refused is out of memory.
 
     Args:
         run: the run.
@@ -117,6 +124,13 @@ def told_in_full(run: RunDir, task: Task, reason: ExitReason, text: str) -> Exit
         reason: why it ended.
         text: what the process has said of it.
     """
+    if (
+        reason.outcome == "host_limit"
+        and _THREAD in text
+        and task.spec.cluster.memory_per_gpu
+        and computed_on(run, task) == "cpu"
+    ):
+        return replace(reason, outcome="device_oom", message=f"{reason.message} (under cluster.memory_per_gpu)")
     if reason.outcome != "disk":
         return reason
     found = reason.shortage or shortage_told(f"{reason.message}\n{text}", (run.path, Path(task.workdir)))
@@ -144,7 +158,9 @@ def _killed(exit_code: int) -> str:
 
 def report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, own: ExitReason) -> None:
     """Write down how this supervisor's ranks ended, if none of them has: the leader reads it."""
-    if any(failure.rank == exited.rank for failure in run.failures(task.id, attempt.number)):
+    written = {failure.rank: failure.outcome for failure in run.failures(task.id, attempt.number)}
+    by_kernel = exited.oom_kill and own.outcome in ("host_oom", "device_oom") and written.get(exited.rank) == "signal"
+    if exited.rank in written and not by_kernel:
         return
     run.write_failure(
         Failure(

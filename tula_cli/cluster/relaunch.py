@@ -37,7 +37,7 @@ from tula_cli.words import plural
 
 RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
-PROCESS_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows == "processes")
+PROCESS_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows in ("processes", "paused"))
 """Endings of a process that say nothing against starting it again, a bounded number of times."""
 COUNTED: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_error")
 """Endings of which there may be `RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
@@ -199,7 +199,7 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
         update = {"max_lr_factor": limit}
     elif reason.outcome in COUNTED and lost < task.spec.train.max_attempts:
         cause = f"{reason.outcome}: {reason.words}"
-    elif reason.outcome in ALLOCATION_LOST:
+    elif reason.outcome in ALLOCATION_LOST or reason.once_more:
         cause = reason.words
     else:
         return None
@@ -264,9 +264,11 @@ def blamed(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, before
     """
     if reason.outcome == "device_fault" and no_gpu(reason.message) and not _gpus_elsewhere(run, attempt):
         told = f"{reason.words}; {advice(reason.outcome, reason.message)}"
-        return dataclasses.replace(reason, outcome="user", message=told)
+        return dataclasses.replace(reason, outcome="user", message=told, final=True)
     if reason.outcome == "device_error" and any(a.outcome == "device_error" for a in _alike(run, task, before)):
-        return dataclasses.replace(reason, outcome="user", message=f"{reason.words}, as in the attempt before")
+        return dataclasses.replace(
+            reason, outcome="user", message=f"{reason.words}, as in the attempt before", final=True
+        )
     return reason
 
 

@@ -20,7 +20,7 @@ from tula_cli.cluster.attempt import RunningAttempt, close_attempt, closed, dead
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.group import RankSpawner
 from tula_cli.cluster.local import machine_ticket
-from tula_cli.cluster.rank_start import first_rank, rendezvous, world_size
+from tula_cli.cluster.rank_start import first_rank, rendezvous, runs_script, world_size
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
     COUNTED,
@@ -46,16 +46,20 @@ from tula_cli.cluster.watching.job_exports import exporting
 from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.errors import JobFailed, TulaError
+from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
+from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.run.storage import reserve
 
+PAUSE, LONGEST_PAUSE = 5.0, 300.0
+"""Seconds before new processes after a failure of the storage or a limit of the host: the first pause, and the longest."""
 NFS_LAG = 60.0
 """Seconds by which a file may appear later than another one that was written after it."""
 
@@ -203,6 +207,7 @@ class Supervisor:
             running = self._attempt(task, attempt, command, ends)
             before = self._without_progress(task)
             reason = settled(self.run, task, command, running.reason_by_scheduler(running.until_exit()))
+            reason = self._reached(task, attempt, reason)
             reason = self._considered(task, attempt, blamed(self.run, task, attempt, reason, before), before)
             ended = self._allocation_ended(reason)
             lost = lost_in(before) + (reason.outcome in COUNTED)
@@ -210,11 +215,13 @@ class Supervisor:
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, self._with_trainings(attempt), reason)
             self._under_way = None
-            elsewhere = following is not None and leaves_allocation(reason.outcome, task.spec.cluster)
+            elsewhere = following is not None and self._goes_elsewhere(task, reason)
             stays = ended or elsewhere or reason.outcome == "disk"
             if stays and not self.run.cancelled(task.job):
                 self._end_delay(self._later_links(task))  # the command line may not have written its id at the start
                 return  # the next link of the chain goes on
+            if following is not None and reason.outcome is not None and ENDINGS[reason.outcome].follows == "paused":
+                self._pause(task, before, reason.outcome)
             task = following
         self._conclude(task or first)
 
@@ -235,9 +242,42 @@ class Supervisor:
             return held(reason, self._later_links(task), self.allocation.scheduler)
         if not isinstance(task, TrainTask):
             return reason
+        if reason.outcome == "user" and not reason.final and self._may_be_passing(task, attempt, reason):
+            again = "the training had made progress, so it is tried once more"
+            return dataclasses.replace(reason, message=f"{reason.message}; {again}", once_more=True)
         ended = [*(one for one in before if one.ended_at is not None), closed(attempt, reason)]
         why = again_at_once(ended, self.run.training(task.signature).progress())
         return dataclasses.replace(reason, message=f"{reason.message}; {why}", final=True) if why else reason
+
+    def _reached(self, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
+        """Return the reason with the samples trained by then; that of a script knows them already."""
+        if not isinstance(task, TrainTask) or runs_script(task):
+            return reason
+        rows = self.run.training(task.signature).newest_metrics()
+        steps = [row["samples"] for row in rows if row["kind"] == "step" and row["time"] >= attempt.started_at]
+        return dataclasses.replace(reason, reached=steps[-1] if steps else None)
+
+    def _may_be_passing(self, task: TrainTask, attempt: Attempt, reason: ExitReason) -> bool:
+        """Return whether a failure of class `user` came after progress, and is the first since the newest checkpoint."""
+        progress = self.run.training(task.signature).progress()
+        stepped = reason.reached is not None or progress != attempt.progress
+        since = [
+            one for one in self._without_progress(task) if (one.task, one.number) != (attempt.task, attempt.number)
+        ]
+        return stepped and all(one.outcome != "user" for one in since)
+
+    def _goes_elsewhere(self, task: Task, reason: ExitReason) -> bool:
+        """Return whether the next attempt is another allocation's."""
+        return leaves_allocation(reason.outcome, task.spec.cluster) or (
+            reason.once_more and bool(self._later_links(task))
+        )
+
+    def _pause(self, task: Task, before: Sequence[Attempt], outcome: OutcomeClass) -> None:
+        """Wait before new processes start on a file system or a node that has just refused something, longer each time."""
+        refused = sum(attempt.outcome == outcome for attempt in before)
+        until = time.monotonic() + min(PAUSE * 4**refused, LONGEST_PAUSE)
+        while time.monotonic() < until and not (self.allocation.termination.received or self.run.cancelled(task.job)):
+            time.sleep(POLL)
 
     def _allocation_ended(self, reason: ExitReason) -> bool:
         """Return whether an attempt ended with the allocation, or because that is about to end."""

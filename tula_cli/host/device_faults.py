@@ -5,14 +5,14 @@ _API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b|\bTriton Er
 
 NO_GPU = (
     "no GPU is to be seen: does the job ask for GPUs (cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
-    (r"\bNo (?:CUDA|HIP) GPUs are available\b", r"\bno (?:CUDA|ROCm)-capable device is detected\b",
+    (r"\bNo (?:CUDA|HIP) GPUs are available\b", r"\bFound no NVIDIA driver on your system\b", r"\bno (?:CUDA|ROCm)-capable device is detected\b",
      r"\b(?:cudaErrorNoDevice|hipErrorNoDevice|CUDA_ERROR_NO_DEVICE)\b", r"^(?:tula_cli\.errors\.)?NoGpu\b"),
 )  # fmt: skip
 
 DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
-        "the memory of a GPU has failed: tell the administrators, who can drain the node",
-        (r"\buncorrectable ECC error\b", r"(?i:\bECC_?UNCORRECTABLE\b)", r"\bcudaErrorECCUncorrectable\b",
+        "the memory of a GPU or of the node has failed: tell the administrators, who can drain the node",
+        (r"(?i:\buncorrectable (?:ECC|memory) error\b)", r"(?i:\bECC_?UNCORRECTABLE\b)", r"\bcudaErrorECCUncorrectable\b",
          r"\bhipErrorECCNotCorrectable\b", r"\bCUDA_ERROR_ECC_UNCORRECTABLE\b"),
     ),
     (
@@ -25,7 +25,10 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         # Xids of the hardware and of the link to it; those that a program causes are DEVICE_ERRORS.
         (r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
          r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _API + r"\bunknown error\b",
-         r"\bCUDA unknown error\b",
+         r"\bCUDA unknown error\b", r"\bNVML(?:Error)?\b[^\n]{0,30}\bUnknown Error\b", r"\bNVMLError_(?:Unknown|GpuIsLost|GPU_IS_LOST)\b",
+         r"\bGPU requires (?:a )?reset\b", r"\bamdgpu\b[^\n]*\b(?:GPU reset|ring \w+ timeout|uncorrectable)\b",
+         _API + r"\boperation cannot be performed in the present state\b",
+         r"\b(?:cudaErrorIllegalState|hipErrorIllegalState|CUDA_ERROR_ILLEGAL_STATE)\b",
          r"\b(?:cudaErrorUnknown|hipErrorUnknown|CUDA_ERROR_UNKNOWN)\b"),
     ),
     (
@@ -39,8 +42,9 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
          r"\b(?:cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY)\b"),
     ),
     (
-        "the driver in the kernel and its libraries differ: the node has to be restarted after a driver update",
-        (r"\bError 80[34]:", r"\bforward compatibility was attempted on non supported HW\b",
+        "the driver of the node's GPUs does not work, or its libraries are of another version: the node may need a restart",
+        (r"\bFailed to initialize NVML\b", r"\bcouldn't communicate with the NVIDIA driver\b", r"\bNVMLError_(?:DriverNotLoaded|LibRmVersionMismatch)\b",
+         r"\bError 80[34]:", r"\bforward compatibility was attempted on non supported HW\b",
          r"\b(?:cudaErrorCompatNotSupportedOnDevice|CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE)\b", r"\bunsupported display driver / cuda driver combination\b",
          r"\b(?:cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)\b",
          r"\bDriver/library version mismatch\b"),

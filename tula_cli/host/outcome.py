@@ -8,6 +8,7 @@ the text tells the user why.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from tula_cli.host.device_faults import DEVICE_ERRORS, DEVICE_FAULTS, NO_GPU
 from tula_cli.host.endings.outcomes import ENDINGS
@@ -16,23 +17,77 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
 from tula_cli.spec.resources import Cluster
 
+Scope = Literal["log", "error", "system error", "traceback"]
+"""The part of a text in which a row of the table is looked for.
+
+    log: anywhere.
+    error: the exceptions that ended the process, first cause first; without one, the last lines outside tracebacks.
+    system error: the same without exceptions that are raised for values (ValueError, KeyError ...) and those of network clients.
+    traceback: the exceptions that ended the process with the frames above them.
+"""
+
 
 @dataclass(frozen=True)
 class FailurePattern:
-    """Words that tell an outcome. Lines are matched with their rank prefixes cut off."""
+    """One row of the table of failures: words, in which part of a text, and their class.
+
+    Lines are matched with their rank prefixes cut off.
+    """
 
     outcome: OutcomeClass
     pattern: re.Pattern[str]
+    scope: Scope = "log"
 
 
-def _pattern(outcome: OutcomeClass, *patterns: str) -> FailurePattern:
-    return FailurePattern(outcome, re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.MULTILINE))
+def _pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -> FailurePattern:
+    words = "|".join(f"(?:{pattern})" for pattern in patterns)
+    return FailurePattern(outcome, re.compile(words, re.MULTILINE), scope)
 
+
+def _errors(numbers: Iterable[int]) -> str:
+    """Return a pattern for errors of the system by number: Python's, HDF5's, Arrow's, c10d's, Rust's and torch's forms."""
+    known = "|".join(map(str, numbers))
+    return rf"\[[Ee]rrno (?:{known})\]|\berrno = (?:{known})\b|\(errno: (?:{known}) - |\(os error (?:{known})\)"
+
+
+def _texts(*texts: str) -> str:
+    """Return a pattern for texts of errors that end a phrase: before a name, a number in brackets, or the end of a line."""
+    return rf"\b(?:{'|'.join(texts)})(?=\s*(?:$|[\[(:;'\",.]))"
+
+
+_STORAGE = {
+    5: "Input/output error",
+    30: "Read-only file system",
+    67: "Link has been severed",
+    70: "Communication error on send",
+    107: "Transport endpoint is not connected",
+    108: "Cannot send after transport endpoint shutdown",
+    112: "Host is down",
+    121: "Remote I/O error",
+    116: "Stale (?:NFS )?file handle",
+    37: "No locks available",
+    16: "Device or resource busy",
+    6: "No such device or address",
+    19: "",  # too short a text without its number
+}
+"""Error numbers of a file system that has failed or is gone, with their texts."""
+_LIMITS = {
+    24: "Too many open files",
+    23: "Too many open files in system",
+    11: "Resource temporarily unavailable",
+    105: "No buffer space available",
+    27: "File too large",
+}
+"""Error numbers of a limit of the host: descriptors, processes and threads, buffers, the size of a file."""
+
+# Lines about a loss or a gradient that is not finite.
+_LOSS = r"(?=[^\n]*\b(?i:loss|losses|grads?|gradients?|grad_norm|total norm)\b)"
+_NOT_FINITE = r"(?=[^\n]*\b(?i:nans?|infs?|infinite|infinity|non-?finite|not finite)\b)"
 
 # A size that overflowed is a broken message or a bug, not a lack of memory.
 _NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
 
-DECISIVE = (
+FAILURES = (
     _pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
     # A failed assertion on the device leaves every later library call failing with words that look like memory.
     _pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
@@ -41,7 +96,11 @@ DECISIVE = (
     _pattern(
         "device_oom",
         rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
-        rf"\b(?:CUDA|HIP|XPU|MPS)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
+        rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
+        r"\bcuda runtime error \(2\)|\berror=2 : out of memory\b",
+        r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:[Oo]ut of|[Rr]an out of) memory\b",
+        r"\bOutOfMemoryError: Out of memory allocating\b",
+        r"\bNo executable batch size found\b",
         r"\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'",
         r"\bcudaErrorMemoryAllocation\b",
         r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
@@ -68,11 +127,72 @@ DECISIVE = (
         r"\bmiopenStatusUnknownError\b",
     ),
     _pattern(
+        "storage",
+        _errors(_STORAGE),
+        _texts(*filter(None, _STORAGE.values())),
+        r"\bdisk I/O error\b",
+        r"\[Errno (?:11|110|113)\] [^\n:]+: '",  # of a file, whose name Python tells: sockets have these numbers too
+        r"\bunable to lock file, errno = \d+",
+        r"\[errno 110\]|\berrno = 110\b",
+        r"^tula_cli\.errors\.StorageFailed\b",
+        scope="system error",
+    ),
+    _pattern(
+        "storage",
+        r"\A(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
+        scope="traceback",
+    ),
+    _pattern(
+        "host_limit",
+        r"\binotify (?:watch|instance) limit reached\b",
+        _errors(_LIMITS),
+        _texts(*_LIMITS.values()),
+        r"\bcan't start new thread\b",
+        r"\breceived \d+ items of ancdata\b",
+        r"\bToo many open files\b",
+        r"\bSystem unable to allocate necessary resources for OMP thread\b",
+        scope="system error",
+    ),
+    _pattern(
+        "signal",
+        r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: (?!Bus error)",
+        r"\bDataLoader worker \(pid[^\n]*\bexited unexpectedly\b",
+        r"\bBrokenProcessPool\b",
+        r"\bTerminatedWorkerError\b",
+        r"\bProcessExitedException: process \d+ terminated with signal\b",
+        scope="error",
+    ),
+    _pattern(
+        "signal",  # a loader worker is gone, and with it the other end of a queue
+        r"\b(?:torch/)?multiprocessing/(?:connection|queues|reductions|resource_sharer|managers)\.py[\s\S]*"
+        r"^(?:ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|BrokenPipeError|EOFError)\b",
+        scope="traceback",
+    ),
+    _pattern("peer", r"/torch/distributed/[\s\S]*^(?:Connection\w+Error|BrokenPipeError)\b", scope="traceback"),
+    _pattern("hung", r"\bDataLoader timed out after\b", scope="error"),
+    _pattern(
+        "diverged",
+        rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)(?![^\n]*\bskip)[^\n]+",
+        r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*\bencountered in\b)",
+        r"\b(?:[Mm]inimum loss scale reached|loss scale already at minimum)\b",
+        r"\breturned nan values in its \d+th output\b",
+        r"\bDetected nan and/or inf values\b",
+        r"\bUnexpected result (?:nan|inf)\b",
+        r"\bfound invalid values:\s+tensor\([^\n]*\b(?:nan|inf)\b",
+        r"\binput matrix contained non-finite values\b",
+        r"(?i:\b(?:model|training|loss)(?: has)? diverged\b)",
+        scope="error",
+    ),
+    _pattern(
+        "diverged",  # an assertion without words, by the line that made it
+        r"^ +assert [^\n]*\b(?:isnan|isfinite|isinf)\([^\n]*\n(?:[ ^~]*\n)?AssertionError\s*$",
+        scope="traceback",
+    ),
+    _pattern(
         "host_oom",
         # oneDNN's words when memory for a kernel or its scratch space is refused.
         r"\bcould not (?:create|execute) a (?:primitive|memory)",
-        # A thread's stack is the last straw: Python's words, and glibc's.
-        r"\bcan't start new thread\b",
+        # A thread's stack is the last straw: glibc's words.
         r"\bfailed to register TLS destructor: out of memory\b",
         r"\bcannot allocate memory for thread-local data\b",
     ),
@@ -81,7 +201,7 @@ DECISIVE = (
         r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
         r"^(?:numpy\.[\w.]*)?(?:_Array)?MemoryError\b",
         r"\bstd::bad_alloc\b",
-        r"\bDataLoader worker \(pid(?:\(s\))? [^)]*\) (?:is killed by signal: (?:Killed|Bus error)|exited unexpectedly)",
+        r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: Bus error",
         r"\binsufficient shared memory\b",
         r"\bunable to (?:open|write to|allocate|mmap)[^\n]*(?:shared memory|</torch_)",
         r"\bError while (?:creating|attaching to) shared memory segment\b",
@@ -108,18 +228,11 @@ DECISIVE = (
         r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch, which closes what it could not write
         r"^tula_cli\.errors\.DiskFull\b",
     ),
-    # Of a file, whose name Python tells: a socket times out with the same number.
-    _pattern(
-        "storage",
-        r"\[Errno (?:5|110|116|121)\] [^\n:]+: '",
-        r"\b(?:Stale (?:NFS )?file handle|Remote I/O error)\b",
-        r"^tula_cli\.errors\.StorageFailed\b",
-    ),
     _pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
     # Only the job's line: a step is also cancelled where one of its tasks failed.
     _pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
 )
-"""Looked for in this order, before anything is read into a traceback."""
+"""The one table of failures. The first row whose words are in its part of the text decides."""
 
 PEER = _pattern(
     "peer",
@@ -137,7 +250,16 @@ PEER = _pattern(
     r"\bNCCL operations have failed or timed out\b",
     r"\bDistNetworkError\b",
     r"\bDistStoreError\b",
-    r"\bRendezvous(?:Timeout|Connection|Closed)Error\b",
+    r"\bRendezvous\w*Error\b",
+    r"\bstore[- ]based barrier\b",
+    r"\bmonitoredBarrier\b",
+    r"\bc10d key-value store\b",
+    r"\bremote process exited or there was a network error\b",
+    r"\bApplication timeout caused pair closure\b",
+    r"\bConnect timeout \[",
+    r"\b(?:send|recv)\w+ failed on SocketImpl\b",
+    # The store of torch before 2.1 passes on what the system says, and no more.
+    r"^RuntimeError: (?:Connection (?:reset by peer|refused|timed out|closed by peer)|Broken pipe)\s*$",
     r"\bTCPStore\b[^\n]*(?:Broken pipe|Connection (?:reset|refused)|timed out)",
     r"\bwait timeout after \d+ms\b",
     r"\bThe client socket has timed out\b",
@@ -154,80 +276,154 @@ SIGNAL = _pattern(
     r"\bNode failure on\b",
 )
 
-# Told by the process that started the ranks: it says that one failed, not why.
-_MESSENGERS = re.compile(r"^(?:[\w.]*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt)\b")
+# Told by the process that started the ranks, or that raises once more what another one has raised.
+_MESSENGERS = re.compile(
+    r"^(?:[\w.]*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt|ProcessRaisedException)\b"
+    r"|^[\w.]+: Caught \w+ in (?:DataLoader worker process|replica|pin memory thread)\b"
+)
+# The same, unless nothing else is known.
+_LAST_RESORT = re.compile(
+    r"^RuntimeError: (?:Pin memory thread|DataLoader worker \(pid[^\n]*) exited unexpectedly"
+    r"|^(?:subprocess\.)?CalledProcessError:"
+)
 _RANK_PREFIX = re.compile(r"^(?:\[(?:rank|default)\d+\]: ?|\d+: )+", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*_?[A-Z]\w*(?::|$)")
-_BARE_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)", re.MULTILINE)
+_BARE_EXCEPTION = re.compile(
+    r"^(?:(?:[A-Za-z_]\w*\.)*(?:\w+Error|\w*Exception)|(?:[a-z_]\w*\.)+_?[A-Z]\w*)(?::|$)", re.MULTILINE
+)
+_OF_VALUES = re.compile(
+    r"^(?:[a-z_]\w*\.)*(?:Value|Key|Index|Type|Attribute|Name|UnboundLocal|Assertion|NotImplemented|Syntax|ModuleNotFound"
+    r"|Argument|JSONDecode|Unicode\w*)Error\b"
+    r"|^(?:aiohttp|botocore|httpx|huggingface_hub|pymongo|redis|requests|urllib3?|wandb)\."
+)
 _KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
+_CUDA_WARNING = re.compile(r"^[^\n]*Warning: CUDA initialization:[^\n]*$", re.MULTILINE)
+_USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
+_LAST_LINES = 40
+_OWN_DOING = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
+_NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
+"""Classes of which one line tells what happened, wherever it stands in a text."""
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception as a traceback shows it: the first lines of its message, and the frames above them."""
+
+    message: str
+    frames: str = ""
+
+    @property
+    def is_messenger(self) -> bool:
+        """Return whether it only reports that another process has failed."""
+        return bool(_MESSENGERS.match(self.message) or CHILD_KILLED.match(self.message))
 
 
 def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
-    """Tell what a process died of.
+    """Return the class of a failure.
 
     Args:
-        text: what it wrote, or one exception with or without its traceback.
+        text: what the process wrote, or one exception with or without its traceback.
         exit_code: as the shell or subprocess gives it (137 and -9 both mean signal 9); None where it is not known.
         device: "cuda" or "cpu"; on the CPU the batch is in the host's memory, so every OOM is a device_oom.
     """
-    found = _classify(_RANK_PREFIX.sub("", text), exit_code)
-    return "device_oom" if found == "host_oom" and device == "cpu" else found
+    text = _RANK_PREFIX.sub("", text)
+    if device == "cpu":  # every process without a GPU may get this warning
+        text = _CUDA_WARNING.sub("", text)
+    outcome = _classify(text, exit_code)
+    return "device_oom" if outcome == "host_oom" and device == "cpu" else outcome
 
 
 def _classify(text: str, exit_code: int | None) -> OutcomeClass:
-    if decisive := _decisive(text):
-        return decisive[0]
+    if row := _first_row(text, exit_code):
+        return row[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
         return "host_oom"
-    if any(_is_users(chain) for chain in _chains(text)):
+    if _deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE.search(text)):
         return "user"
     for failure in (PEER, SIGNAL):
         if failure.pattern.search(text):
             return failure.outcome
-    if exit_code is not None and (exit_code < 0 or 128 < exit_code <= 192):
-        return "signal"
-    return "unknown"
+    return "signal" if _signal_of(exit_code) else "unknown"
 
 
-def _decisive(text: str) -> tuple[OutcomeClass, re.Match[str]] | None:
-    found = ((failure.outcome, failure.pattern.search(text)) for failure in DECISIVE)
-    return next(((outcome, match) for outcome, match in found if match), None)
+def _signal_of(exit_code: int | None) -> int:
+    """Return the signal that an exit code stands for, 0 for none."""
+    if exit_code is None:
+        return 0
+    return -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code <= 192 else 0
+
+
+def _is_killed(exit_code: int | None) -> bool:
+    """Return whether another process has ended this one, so that what it wrote before need not be the cause."""
+    return _signal_of(exit_code) not in (0, *_OWN_DOING)
+
+
+def _first_row(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
+    """Return the class of the first row of the table that matches, and where it does."""
+    killed_by = _signal_of(exit_code)
+    chain = _deciding_chain(text, exit_code)
+    last_lines = "" if chain or _is_killed(exit_code) else _last_lines(text)
+    of_system = [error for error in chain if not _OF_VALUES.match(error.message)]
+    parts: dict[Scope, str] = {
+        "log": text,
+        "error": "\n\n".join(error.message for error in chain) or last_lines,
+        "system error": "\n\n".join(error.message for error in of_system) or last_lines,
+        "traceback": "\n\n".join(f"{error.frames}{error.message}" for error in chain),
+    }
+    for row in FAILURES:
+        if killed_by and row.outcome == "diverged":
+            continue
+        if match := row.pattern.search(parts[row.scope]):
+            return row.outcome, match
+    return None
+
+
+def _last_lines(text: str) -> str:
+    """Return the last lines outside tracebacks, without what NCCL and launchers add."""
+    frames = ("  File ", "    ", "Traceback")
+    lines = [line for line in text.splitlines() if line.strip(" =-~^") and not line.startswith(frames)]
+    return "\n".join([line for line in lines if " NCCL INFO " not in line][-_LAST_LINES:])
 
 
 def telling_line(text: str) -> str:
-    """Return the line of a text that tells of the device or the node; empty where none does."""
-    found = _decisive(_RANK_PREFIX.sub("", text))
-    if found is None or found[0] not in ("device_fault", "device_error"):
+    """Return the line of a text that says what failed, for the classes in which one line does; empty for others."""
+    row = _first_row(_RANK_PREFIX.sub("", text))
+    if row is None or row[0] not in _NAMED:
         return ""
-    words, at = found[1].string, found[1].start()
+    words, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
     return words[words.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
 
 
-def _is_users(chain: list[str]) -> bool:
-    """Return whether exceptions raised out of one another came from the user's code: none of them tells of a peer."""
-    return bool(own := _own(chain)) and not any(PEER.pattern.search(error) for error in own)
+def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
+    """Return the exceptions that ended the process, first cause first: those of the last traceback that is its own.
 
-
-def _own(chain: list[str]) -> list[str]:
-    return [error for error in chain if not (_MESSENGERS.match(error) or CHILD_KILLED.match(error))]
+    A traceback that tells of a lost peer, or that another process has failed, is not. Empty where there is none.
+    """
+    if _is_killed(exit_code) and _TRACEBACK not in text:
+        return []
+    chains = [[error for error in chain if not error.is_messenger] for chain in _chains(text)]
+    chains = [chain for chain in chains if chain and not any(PEER.pattern.search(error.message) for error in chain)]
+    causes = [chain for chain in chains if not all(_LAST_RESORT.match(error.message) for error in chain)]
+    return (causes or chains or [[]])[-1]
 
 
 def users_line(text: str) -> str:
     """Return the last exception of the user's code, rather than that a child of it has failed; empty where there is none."""
-    chains = [_own(chain) for chain in _chains(_RANK_PREFIX.sub("", text)) if _is_users(chain)]
-    lines = [error.split("\n", 1)[0].strip() for chain in chains for error in chain]
+    chain = _deciding_chain(_RANK_PREFIX.sub("", text))
+    lines = [error.message.split("\n", 1)[0].strip() for error in chain]
     return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
 
 
-def _chains(text: str) -> Iterator[list[str]]:
+def _chains(text: str) -> Iterator[list[_Raised]]:
     """Yield the exceptions of each traceback; those raised while another was handled together with it."""
     if _TRACEBACK not in text:
-        yield from ([text[match.start() :].split("\n\n")[0]] for match in _BARE_EXCEPTION.finditer(text))
+        for match in _BARE_EXCEPTION.finditer(text):
+            yield [_Raised(text[match.start() :].split("\n\n")[0])]
         return
     before, *blocks = text.split(_TRACEBACK)
-    chain: list[str] = []
+    chain: list[_Raised] = []
     for block in blocks:
         linked = any(words in before for words in _CHAINED)
         if chain and not linked:
@@ -240,13 +436,13 @@ def _chains(text: str) -> Iterator[list[str]]:
     yield chain
 
 
-def _exception(block: str) -> list[str]:
+def _exception(block: str) -> list[_Raised]:
     """Return the exception at the end of a traceback with the lines of its message, or nothing where it is cut off."""
     lines = block.split("\n")
     for number, line in enumerate(lines):
         if _EXCEPTION.match(line.rstrip()):
-            message = "\n".join(lines[number : number + 8])
-            return [message.split("\n\n")[0]]
+            message = "\n".join(lines[number : number + 8]).split("\n\n")[0]
+            return [_Raised(message, "".join(f"{frame}\n" for frame in lines[:number]))]
     return []
 
 

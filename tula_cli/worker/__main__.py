@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tula_cli.errors import DiskFull, JobFailed, TulaError
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import classify
+from tula_cli.host.outcome import classify, telling_line
 from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
@@ -119,7 +119,7 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
         host=node_name(),
         pid=os.getpid(),
         outcome=classify(text, exit_code=1, device=_device(task)),
-        message=_last_line(error),
+        message=_words_of(error, text),
         detail=text,
         local_batch=_local_batch(task, run),
         shortage=shortage_of(error),
@@ -134,6 +134,12 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
         sys.stdout.flush()
     # Where not even that can be written the code tells it.
     os._exit(DiskFull.exit_code if failure.outcome == "disk" else 1)
+
+
+def _words_of(error: Exception, text: str) -> str:
+    """Return the error in one line; where its traceback names an earlier cause that decides its class, that one."""
+    line, last = telling_line(text), _last_line(error)
+    return line if line and classify(last) != classify(text) else last
 
 
 def _last_line(error: Exception) -> str:

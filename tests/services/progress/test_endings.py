@@ -47,15 +47,18 @@ def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass
         "held",
         "more nodes",
         "lower rate",
+        "user",
     ):  # this training has no further stage, nor a batch that grows
         assert relaunch is None and not leaves_allocation(outcome, on_slurm)
+        again = next_task(run, task, ExitReason(outcome, "so it was", once_more=True), 1)
+        assert follows != "user" or again is not None
         return
     assert isinstance(relaunch, TrainTask) and relaunch.attempt == 2
     assert leaves_allocation(outcome, on_slurm) == (follows in ("next job", "elsewhere"))
     assert (relaunch.batch < task.batch) == (follows == "less memory")
     assert (relaunch.workers == 1) == (follows == "fewer loaders")
     often = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), task.spec.train.max_attempts)
-    assert (often is None) == (follows in ("processes", "once more", "elsewhere"))
+    assert (often is None) == (follows in ("processes", "paused", "once more", "elsewhere"))
     assert ("n7" in relaunch.cause) == ENDINGS[outcome].names_host
 
 

@@ -4,7 +4,7 @@ import glob
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -353,7 +353,7 @@ class ScriptTraining:
     def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
         """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""
         words = claims.broken_claims(ranks, resumed=bool(command.checkpoint))
-        return ExitReason("user", words) if words else None
+        return ExitReason("user", words, final=True) if words else None
 
     # --- after an attempt
 
@@ -381,7 +381,7 @@ class ScriptTraining:
         if reason.outcome is None:
             self._tell_short(samples)
             self._write_result(samples, steps, None if beat is None else beat.seconds)
-        return reason
+        return reason if beat is None else replace(reason, reached=samples)
 
     def _fall_back(self, attempt: ScriptAttempt, command: LeaderCommand, reason: ExitReason) -> ExitReason | None:
         """Leave out a checkpoint at which the script failed before its first step; return why it starts again.

@@ -73,7 +73,7 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
     if not runs_script(task):
         return reason
     if refused := _refused(ScriptAttempt(run.path, task.id, command.attempt)):
-        return dataclasses.replace(reason, outcome="user", message=refused)
+        return dataclasses.replace(reason, outcome="user", message=refused, final=True)
     if isinstance(task, TrainTask):
         return ScriptTraining(run, task).settled(command, reason)
     if isinstance(task, RehearsalTask):

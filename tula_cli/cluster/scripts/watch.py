@@ -19,7 +19,7 @@ from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import classify
+from tula_cli.host.outcome import classify, telling_line
 from tula_cli.host.processes import carrying, inner_id
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
@@ -150,7 +150,7 @@ class ScriptWatch:
             host=node_name(),
             pid=seen.pid,
             outcome="user" if own else classify(seen.text, exit_code=1, device=computed_on(self.run, self.task)),
-            message=shims_fault + seen.words,
+            message=shims_fault + ((seen.where == "script" and telling_line(seen.text)) or seen.words),
             detail=seen.text,
             local_batch=self.command.batch // self.command.ranks,
             failed_at=seen.failed_at,

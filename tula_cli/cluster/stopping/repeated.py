@@ -1,4 +1,4 @@
-"""The same end at once, twice: a third start would come to the same."""
+"""The same end twice from the same checkpoint, at once or at the same step: a third start would come to the same."""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +10,11 @@ AT_ONCE = 30.0
 """Seconds from the start of the ranks, in which Python, torch and the user's code are imported and the first steps begin."""
 _OWN_DOING = re.compile(r"\bSIG(?:SEGV|ABRT|BUS|ILL|FPE)\b|\bexitcode *: *-(?:11|6|7|4|8)\b")
 """Signals by which a program ends itself. Any other comes from outside, and may come at any time."""
+
+
+def _words(attempt: Attempt) -> str:
+    """Return the message of an attempt without what differs from process to process: numbers and hosts."""
+    return re.sub(r"\d+", "", attempt.message.replace(attempt.host or "\0", ""))
 
 
 def again_at_once(attempts: Sequence[Attempt], progress: int) -> str:
@@ -28,6 +33,10 @@ def again_at_once(attempts: Sequence[Attempt], progress: int) -> str:
         return ""
     seconds = [(one.ended_at or one.started_at) - one.started_at for one in (before, last)]
     alike = before.outcome == last.outcome and before.progress == last.progress == progress
-    if not alike or max(seconds) > AT_ONCE:
+    if not alike:
+        return ""
+    if last.reached is not None and last.reached == before.reached and _words(last) == _words(before):
+        return f"twice the same after {last.reached} samples from the same checkpoint, so it is not started again"
+    if max(seconds) > AT_ONCE:
         return ""
     return f"twice the same within {max(1.0, *seconds):.0f} s of a start, so it is not started again"

@@ -12,6 +12,7 @@ from tula_cli.spec.resources import Cluster
 
 Next = Literal[
     "processes",
+    "paused",
     "once more",
     "elsewhere",
     "next job",
@@ -20,12 +21,14 @@ Next = Literal[
     "fewer loaders",
     "held",
     "lower rate",
+    "user",
     "nothing",
 ]
 """What follows an ending in a training."""
 
 NEXT_WORDS: dict[Next, str] = {
     "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",
+    "paused": "new processes after a pause, at most `train.max_attempts` times without a newer checkpoint",
     "once more": "new processes; the same without a newer checkpoint is then the user's code's",
     "elsewhere": "the next job of the chain, on other nodes, or new processes on one machine; at most `train.max_attempts` times"
     " without a newer checkpoint",
@@ -36,6 +39,8 @@ NEXT_WORDS: dict[Next, str] = {
     "held": "it ends, and the other jobs of the chain are held until `tula train` finds room",
     "lower rate": "a batch that grows (`train.ramp`) restarts once, from the checkpoint before, with half the factor of its learning rate;"
     " otherwise it ends, and the other jobs of the chain are taken out of the queue",
+    "user": "after its first step the next job of the chain, or new processes, once; the same without a newer checkpoint, or an end"
+    " before the first step, ends it, and the other jobs of the chain are taken out of the queue",
     "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
 }
 """The same as docs/commands.md tells it."""
@@ -86,7 +91,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
     "user": Ending(
         "the model, the data, the script or the spec failed",
         JobFailed,
-        "nothing",
+        "user",
         "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
     ),
     "diverged": Ending(
@@ -123,10 +128,9 @@ ENDINGS: dict[OutcomeClass, Ending] = {
     "storage": Ending(
         "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",
         StorageFailed,
-        "processes",
+        "paused",
         "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
         names_host=True,
-        final_if_again=True,
     ),
     "supervisor": Ending(
         "tula's own supervisor failed",
@@ -144,6 +148,15 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         "tula logs shows the stack of the rank that hung: what it waits for there (data, a lock, a file system) is the cause;"
         " the same command goes on from the newest checkpoint",
         names_host=True,
+    ),
+    "host_limit": Ending(
+        "a limit of the node was reached (open files, processes, threads)",
+        JobFailed,
+        "paused",
+        "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower train.workers or the"
+        " script's loader workers; the same command goes on from the newest checkpoint",
+        names_host=True,
+        final_if_again=True,
     ),
     "port": Ending("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
     "cancelled": Ending(

@@ -14,6 +14,7 @@ OutcomeClass = Literal[
     "peer",
     "signal",
     "hung",
+    "host_limit",
     "port",
     "disk",
     "storage",

@@ -125,8 +125,8 @@ class _Reader:
                 words.pop(0)
             if starts_program(words) or runs_launcher(words):
                 raise SpecError(
-                    f"{self._place(block)}{_opener(block)!r} starts {_short(inner.words)!r} in more than one way or time:"
-                    " a job has one training command",
+                    f"{self._place(block)}{_short(words)!r} stands in a loop, a branch or a function"
+                    f" ({_opener(block)}), and a job has one training command",
                     "give the command of one of them, with its values written out",
                 )
         self._keep(pipeline)
@@ -228,6 +228,11 @@ def refuse_unknown(word: Word) -> None:
     Raises:
         SpecError: it is such a word.
     """
+    if word.raw[:1] in tuple("\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}\N{LEFT DOUBLE QUOTATION MARK}") and not word.filled:
+        raise SpecError(
+            f"{word.raw!r} begins with {word.raw[0]!r}, as text that was copied from a page may",
+            "type '-' or '\"'; or quote the word by ' where it is meant as it is",
+        )
     if word.unknown:
         raise SpecError(
             f"{word.raw!r} is for a shell ({word.unknown}), and {_WITHOUT_SHELL}",

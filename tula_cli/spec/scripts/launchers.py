@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ class Known:
     folder: Path = Path()  # that its files are in
     nodes: int = 0  # of the allocation that it runs in; 0: none
     tasks_per_node: int = 0  # likewise
+    starts_ranks: bool = False  # what stands before it starts one process for each GPU
 
     def answer(self, key: str) -> int | None:
         return int(self.answers[key]) if self.answers.get(key, "").isdigit() else None
@@ -110,7 +112,9 @@ _FOREIGN = {
     **dict.fromkeys(("ssh", "pdsh", "clush"), "runs it on another machine, and tula starts it on the nodes itself"),
     **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray", "modal"), _SUBMITS),
     **dict.fromkeys(("eval", "xargs", "parallel", "watch", "tmux", "screen"), "makes the command while it runs"),
-    "colossalai": "is a launcher whose options are not read here",
+    **dict.fromkeys(
+        ("colossalai", "fabric", "lightning", "torchpippy"), "is a launcher whose options are not read here"
+    ),
 }
 _PYTHON = re.compile(r"i?python[\d.]*|pypy[\d.]*")
 _SHELLS = ("bash", "sh", "zsh", "dash")
@@ -151,7 +155,7 @@ def starts_program(words: Sequence[Word]) -> bool:
 
 def runs_launcher(words: Sequence[Word]) -> bool:
     """Tell whether a launcher that is read here stands among the words."""
-    return any(word.name in _LAUNCHERS or word.text in _MODULES for word in words)
+    return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
 
 
 def _is_program(word: Word) -> bool:
@@ -220,10 +224,8 @@ def count(option: Option | None, key: str, known: Known, *, missing: str) -> int
         Unknown: it is a variable, `gpu`, a range, or not there.
     """
     value = option.value if option else Word("", "")
-    if by_hand := re.fullmatch(r"\{(?:gpus_per_node|nodes|world)=(\d+)\}", value.text):
-        return int(by_hand[1])
-    if value.text.isdigit() and int(value.text) and not value.unknown:
-        return int(value.text)
+    if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d*)\}?", value.text):
+        return int(match[1])
     if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", value.text) and not value.unknown:  # numbers of devices
         return len(re.findall(r"\d+", value.text))
     if (answer := known.answer(key)) is not None:
@@ -232,58 +234,103 @@ def count(option: Option | None, key: str, known: Known, *, missing: str) -> int
         return known.gpus
     written = option.written if option else missing
     flag = re.split(r"[ =]", written)[0]
+    equals = "=" if option and "=" in written and " " not in written else " "
     raise Unknown(
-        f"{written} does not say how many {key} the command starts" if option else f"the command does not say how many {key} it starts: {missing} is not given",
-        f"write the number, as in {flag}{' ' if ' ' in written or not option else '='}4",
+        f"the command does not say how many {key} it starts: {written}{'' if option else ' is not given'}",
+        f"write the number, as in {flag}{equals}4",
         key=key,
         question=f"how many {key} does the command start ({written})?",
-    )  # fmt: skip
-
-
-_TORCHRUN = (
-    "nnodes nproc_per_node node_rank master_addr master_port local_addr rdzv_id rdzv_backend rdzv_endpoint rdzv_conf"
-    " max_restarts monitor_interval start_method role log_dir r redirects t tee local_ranks_filter logs_specs"
-    " event_log_handler numa_binding signals_to_handle"
-)
-_TORCHRUN_FLAGS = "standalone m module no_python run_path use_env"
-
-
-def _torchrun(start: Sequence[Word], words: Sequence[Word], known: Known, *, local_rank: bool = False) -> Launch:
-    options, unknown, rest = launcher_options(words, _TORCHRUN, _TORCHRUN_FLAGS, abbreviated=True)
-    if unknown:
-        raise SpecError(
-            f"torchrun's {unknown[0].raw} is not known: tula starts the ranks itself",
-            "leave it out, if it is not needed",
-        )
-    nodes, per_node = options.get("nnodes"), options.get("nproc_per_node")
-    machines = count(nodes, NODES, known, missing="--nnodes") if nodes else 1
-    processes = count(per_node, PROCESSES, known, missing="--nproc_per_node") if per_node else 1
-    module = "m" in options or "module" in options
-    own_rank = local_rank and "use_env" not in options
-    launch = _of_script(start, rest, module=module, bare="no_python" in options, local_rank=own_rank, known=known)
-    return replace(
-        launch,
-        per_node=processes,
-        nodes=machines,
-        launcher="torchrun",
-        sources=(*_source(nodes, plural(machines)), *_source(per_node, per_node_words(processes))),
     )
 
 
-def _launch_module(start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    return _torchrun(start, words, known, local_rank=True)
+def _ask_processes(what: str, hint: str, known: Known) -> int:
+    if (answer := known.answer(PROCESSES)) is not None:
+        return answer
+    question = f"how many {PROCESSES} does it start by itself ({what})?"
+    raise Unknown(
+        f"{what}: how many processes it starts by itself is not known", hint, key=PROCESSES, question=question
+    )
 
 
-def _of_script(
-    start: Sequence[Word], rest: Sequence[Word], *, module: bool, bare: bool = False, local_rank: bool, known: Known
+def _counted(
+    launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
 ) -> Launch:
-    """Return what each rank runs: a script, a module or a program, with --local_rank where its launcher hands that on."""
+    """Return a launch with its numbers of nodes and processes, and the options that gave them."""
+    given = ((nodes, plural(machines)), (each, per_node_words(processes)))
+    sources = tuple((option.written, words) for option, words in given if option)
+    return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
+
+
+@dataclass(frozen=True)
+class _RankLauncher:
+    """A launcher that starts ranks as tula does, so that it is left out: its options."""
+
+    name: str
+    valued: str
+    flags: str
+    nodes: str  # options that give the nodes
+    processes: str  # and the processes of a node
+    one_process: bool = False  # is what it starts without that option; else one for each GPU
+    local_rank: bool = False  # it hands --local_rank on to the script
+
+
+_TORCHRUN = _RankLauncher(
+    "torchrun",
+    "nnodes nproc_per_node node_rank master_addr master_port local_addr rdzv_id rdzv_backend rdzv_endpoint rdzv_conf"
+    " max_restarts monitor_interval start_method role log_dir r redirects t tee local_ranks_filter logs_specs"
+    " event_log_handler numa_binding signals_to_handle",
+    "standalone m module no_python run_path use_env",
+    "nnodes",
+    "nproc_per_node",
+    one_process=True,
+)
+_DEEPSPEED = _RankLauncher(
+    "deepspeed",
+    "H hostfile i include e exclude num_nodes num_gpus master_port master_addr node_rank launcher launcher_args"
+    " min_elastic_nodes max_elastic_nodes autotuning bind_core_list ssh_port enable_each_rank_log venv_script",
+    "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank elastic_training",
+    "num_nodes",
+    "num_gpus include i",
+    local_rank=True,
+)
+_COMPOSER = _RankLauncher(
+    "composer",
+    "n nproc stdout stderr world_size base_rank node_rank master_addr master_port",
+    "v verbose m module_mode c command_mode",
+    "world_size",
+    "n nproc",
+)
+_AS_MODULE, _BARE, _NO_LOCAL_RANK = {"m", "module", "module_mode"}, {"no_python", "c", "command_mode"}, {"use_env", "no_local_rank"}  # fmt: skip
+
+
+def _take_ranks(kind: _RankLauncher, start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
+    """Return what each rank runs: a script, a module or a program."""
+    options, unknown, rest = launcher_options(words, kind.valued, kind.flags, abbreviated=kind is _TORCHRUN)
+    if unknown and kind is _TORCHRUN:
+        hint = "leave it out, if it is not needed"
+        raise SpecError(f"torchrun's {unknown[0].raw} is not known: tula starts the ranks itself", hint)
+    _check_script(rest)
+    nodes = next((options[name] for name in kind.nodes.split() if name in options), None)
+    each = next((options[name] for name in kind.processes.split() if name in options), None)
+    machines = count(nodes, NODES, known, missing="") if nodes else 1
+    if each and each.name in ("include", "i"):  # host:0,1@host:0,1
+        hosts = [host.partition(":")[2] for host in each.value.text.split("@")]
+        each, machines = replace(each, value=Word(f"[{hosts[0]}]" if len({*hosts}) == 1 else "", "")), len(hosts)
+    missing = "-n" if kind is _COMPOSER else f"--{kind.processes.split()[0]}"
+    processes = count(each, PROCESSES, known, missing=missing) if each or not kind.one_process else 1
+    if kind is _COMPOSER:
+        machines = max(1, machines // processes)  # from the processes of all
+        start = (Word("env", "env"), _filled("NODE_RANK={node_rank}"), *start)  # which torchrun does not set
+    module = [Word("-m", "-m")] if _AS_MODULE & options.keys() else []
+    program = (*(() if _BARE & options.keys() else start), *module, rest[0])
+    flag = _local_rank_flag(known.folder / rest[0].text) if kind.local_rank and not _NO_LOCAL_RANK & {*options} else ""
+    own = (_filled(f"{flag}={{local_rank}}"),) if flag else ()
+    return _counted(Launch(program, (*own, *rest[1:])), kind.name, machines, processes, nodes, each)
+
+
+def _check_script(rest: Sequence[Word]) -> None:
     if not rest:
         raise SpecError("the command has a launcher but no script", "give the whole command that you type today")
-    program = (*(() if bare else start), *((Word("-m", "-m"),) if module else ()), rest[0])
-    flag = _local_rank_flag(known.folder / rest[0].text) if local_rank else ""
-    own = (Word(f"{flag}={{local_rank}}", flag, filled=True),) if flag else ()
-    return Launch(program, (*own, *rest[1:]))
 
 
 def _local_rank_flag(script: Path) -> str:
@@ -295,7 +342,6 @@ def _local_rank_flag(script: Path) -> str:
     return next((flag for flag in ("--local-rank", "--local_rank") if flag in text), "")
 
 
-_ACCELERATE = "num_processes num_machines machine_rank main_process_ip main_process_port"
 _ACCELERATE_ON_NODES = (
     "--num_processes {world} --num_machines {nodes} --machine_rank {node_rank} --main_process_ip {master_addr}"
     " --main_process_port {master_port}"
@@ -303,103 +349,47 @@ _ACCELERATE_ON_NODES = (
 
 
 def _accelerate(start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    options, others, rest = launcher_options(words, _ACCELERATE, "multi_gpu")
-    if not rest:
-        raise SpecError("the command has a launcher but no script", "give the whole command that you type today")
-    config = next((option.value for option in read_options(others) if option.name == "config_file"), None)
-    if config is not None and "num_processes" not in options:
+    valued = "num_processes num_machines machine_rank main_process_ip main_process_port"
+    options, others, rest = launcher_options(words, valued, "multi_gpu")
+    _check_script(rest)
+    config = next((option.value.text for option in read_options(others) if option.name == "config_file"), "")
+    if config and "num_processes" not in options:
         for name, value in _accelerate_config(config, known).items():
             written = Word(f"{name}: {value}", f"{name}: {value}")
             options.setdefault(name, Option((written,), f"{name} ", Word(str(value), str(value))))
     nodes, world = options.get("num_machines"), options.get("num_processes")
-    machines = count(nodes, NODES, known, missing="--num_machines") if nodes else 1
+    machines = count(nodes, NODES, known, missing="") if nodes else 1
     answer = None if world else known.answer(PROCESSES) or known.gpus
     processes = answer * machines if answer else count(world, PROCESSES, known, missing="--num_processes")
     if processes % machines:
         raise SpecError(f"{processes} processes do not divide among {plural(machines)}", "give --num_processes that do")
-    return Launch(
-        (*start, *(Word(word, word, filled=True) for word in _ACCELERATE_ON_NODES.split()), *others, rest[0]),
-        tuple(rest[1:]),
-        "node",
-        processes // machines,
-        machines,
-        "accelerate",
-        sources=(*_source(nodes, plural(machines)), *_source(world, per_node_words(processes // machines))),
-    )
+    program = (*start, *map(_filled, _ACCELERATE_ON_NODES.split()), *others, rest[0])
+    launch = Launch(program, tuple(rest[1:]), "node")
+    return _counted(launch, "accelerate", machines, processes // machines, nodes, world)
 
 
-def _accelerate_config(path: Word, known: Known) -> dict[str, Any]:
+def _accelerate_config(path: str, known: Known) -> dict[str, Any]:
     try:
-        content = parse_yaml(
-            (known.folder / Path(path.text).expanduser()).read_text(encoding="utf-8"), source=path.text
-        )
+        text = (known.folder / Path(path).expanduser()).read_text(encoding="utf-8")
     except OSError as error:
-        raise SpecError(
-            f"cannot read accelerate's --config_file {path.text}: {error.strerror}",
-            "run tula init where the file is, or give --num_processes",
-        ) from None
+        hint = "run tula init where the file is, or give --num_processes"
+        raise SpecError(f"cannot read accelerate's --config_file {path}: {error.strerror}", hint) from None
+    content = parse_yaml(text, source=path)
     return content if isinstance(content, dict) else {}
-
-
-def _deepspeed(start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    valued = (
-        "H hostfile i include e exclude num_nodes num_gpus master_port master_addr node_rank launcher launcher_args"
-        " min_elastic_nodes max_elastic_nodes autotuning bind_core_list ssh_port enable_each_rank_log venv_script"
-    )
-    flags = (
-        "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank elastic_training"
-    )
-    options, _, rest = launcher_options(words, valued, flags)
-    nodes, per_node = options.get("num_nodes"), options.get("num_gpus")
-    machines = count(nodes, NODES, known, missing="--num_nodes") if nodes else 1
-    if include := options.get("include") or options.get("i"):
-        hosts = [host.partition(":")[2] for host in include.value.text.split("@")]
-        sizes = {len(devices.split(",")) for devices in hosts if devices}
-        machines, per_node = len(hosts), replace(include, value=Word(str(*sizes) if len(sizes) == 1 else "", ""))
-    processes = count(per_node, PROCESSES, known, missing="--num_gpus")
-    launch = _of_script(
-        start,
-        rest,
-        module="module" in options,
-        bare="no_python" in options,
-        local_rank="no_local_rank" not in options,
-        known=known,
-    )
-    sources = (*_source(nodes, plural(machines)), *_source(per_node, per_node_words(processes)))
-    return replace(launch, per_node=processes, nodes=machines, launcher="deepspeed", sources=sources)
-
-
-def _composer(start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    valued = "n nproc stdout stderr world_size base_rank node_rank master_addr master_port"
-    options, _, rest = launcher_options(words, valued, "v verbose m module_mode c command_mode")
-    per_node, world = options.get("n") or options.get("nproc"), options.get("world_size")
-    processes = count(per_node, PROCESSES, known, missing="-n")
-    machines = count(world, NODES, known, missing="--world_size") // processes if world else 1
-    module, bare = bool({"m", "module_mode"} & {*options}), bool({"c", "command_mode"} & {*options})
-    launch = _of_script(start, rest, module=module, bare=bare, local_rank=False, known=known)
-    node_rank = (Word("env", "env"), Word("NODE_RANK={node_rank}", "", filled=True))  # which torchrun does not set
-    return replace(
-        launch,
-        program=(*node_rank, *launch.program),
-        per_node=processes,
-        nodes=max(1, machines),
-        launcher="composer",
-        sources=(*_source(per_node, per_node_words(processes)), *_source(world, plural(machines))),
-    )
 
 
 def _srun(_: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
     options, _, rest = slurm_options(words)
-    if not rest:
-        raise SpecError("srun has no command", "give the whole command that you type today")
+    _check_script(rest)
     if container := next((name for name in options if name.startswith("container")), ""):
         raise SpecError(
             f"srun's {options[container].written} starts the job's own supervisor in the container too, without tula",
             "start the container by words before the script, as apptainer exec does",
         )
-    launch = replace(find_launcher(rest, known), slurm=options)
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
-    machines = count(nodes, NODES, known, missing="--nodes") if nodes else known.nodes or launch.nodes
+    several = bool(tasks or each) or known.tasks_per_node > 1
+    launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
+    machines = count(nodes, NODES, known, missing="") if nodes else known.nodes or launch.nodes
     if launch.launcher:  # it starts the processes, and srun has it once a node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if tasks and not each:
@@ -408,8 +398,7 @@ def _srun(_: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
         per_node = count(each, PROCESSES, known, missing="srun's --ntasks-per-node")
     else:
         per_node = known.tasks_per_node
-    sources = (*_source(nodes, plural(machines)), *_source(each or tasks, per_node_words(per_node)))
-    return replace(launch, per_node=per_node, nodes=machines, launcher="srun", sources=sources)
+    return _counted(launch, "srun", machines, per_node, nodes, each or tasks)
 
 
 _SLURM_SHORT = {
@@ -435,71 +424,73 @@ _SLURM_VALUED = (
 
 def slurm_options(words: Sequence[Word]) -> tuple[dict[str, Option], list[Word], list[Word]]:
     """Return options of sbatch or srun by their long names with underscores, words that are none, and those behind them."""
-    valued = " ".join([*_SLURM_SHORT, *_SLURM_SHORT.values(), _SLURM_VALUED])
-    flags = {*_SLURM_FLAGS.split()}
-    valued = " ".join(name for name in valued.split() if name not in flags)
+    names = [*_SLURM_SHORT, *_SLURM_SHORT.values(), *_SLURM_VALUED.split()]
+    valued = " ".join(name for name in names if name not in _SLURM_FLAGS.split())
     options, others, rest = launcher_options(words, valued, _SLURM_FLAGS)
     return {_SLURM_SHORT.get(name, name): option for name, option in options.items()}, others, rest
 
 
 _LAUNCHERS: dict[str, Callable[[Sequence[Word], Sequence[Word], Known], Launch]] = {
-    "torchrun": _torchrun,
-    "deepspeed": _deepspeed,
-    "composer": _composer,
+    "torchrun": partial(_take_ranks, _TORCHRUN),
+    "torch.distributed.run": partial(_take_ranks, _TORCHRUN),
+    "torch.distributed.launch": partial(_take_ranks, replace(_TORCHRUN, local_rank=True)),
+    "deepspeed": partial(_take_ranks, _DEEPSPEED),
+    "deepspeed.launcher.runner": partial(_take_ranks, _DEEPSPEED),
+    "composer": partial(_take_ranks, _COMPOSER),
+    "composer.cli.launcher": partial(_take_ranks, _COMPOSER),
     "accelerate": _accelerate,
     "accelerate-launch": _accelerate,
+    "accelerate.commands.launch": _accelerate,
     "srun": _srun,
 }
-_MODULES = {
-    "torch.distributed.run": _torchrun,
-    "torch.distributed.launch": _launch_module,
-    "accelerate.commands.launch": _accelerate,
-    "deepspeed.launcher.runner": _deepspeed,
-    "composer.cli.launcher": _composer,
-}
+"""By the name of the program, or of the module after `python -m`."""
 
 
 def _launch(words: Sequence[Word], known: Known) -> Launch:
     first = words[0]
     if why := _FOREIGN.get(first.name):
-        hint = "tula init --from-sbatch FILE reads a script of sbatch" if first.name in ("sbatch", "salloc") else (
+        hint = (
             "give the command that each GPU runs, with torchrun --nproc_per_node=N before the script for its processes"
-        )  # fmt: skip
+        )
+        if first.name in ("sbatch", "salloc"):
+            hint = "tula init --from-sbatch FILE reads a script of sbatch"
         raise SpecError(f"{first.text} {why}", hint)
-    if first.name in ("accelerate",) and [word.text for word in words[1:2]] != ["launch"]:
+    if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
         raise SpecError("accelerate starts a script by accelerate launch", "give the whole command that you type today")
-    if first.name in _LAUNCHERS:
+    if take := _LAUNCHERS.get(first.name):
         size = 2 if first.name == "accelerate" else 1
-        start = words[:size] if _LAUNCHERS[first.name] is _accelerate else [_interpreter(first)]
-        return _LAUNCHERS[first.name](start, words[size:], known)
+        folder = first.text.rpartition("/")[0]  # its python is the one that runs the ranks
+        interpreter = str(Path(folder, "python")) if folder else "python"
+        return take(
+            words[:size] if take is _accelerate else [Word(interpreter, interpreter, first.unknown)],
+            words[size:],
+            known,
+        )
     if _PYTHON.fullmatch(first.name):
         return _python(words, known)
     if first.name in _SHELLS or first.text.endswith(".sh"):
         return _shell_script(words, known)
+    runs_script = any(_is_program(word) for word in words[1:3]) and first.name not in _ONE_PROCESS.split()
+    if first.name in _STARTS_ITS_OWN.split() or (runs_script and not known.starts_ranks):
+        each = _ask_processes(f"{first.text} {words[1].text if len(words) > 1 else ''}".strip(), _HOW_TO_START, known)
+        return _counted(
+            Launch((first,), tuple(words[1:]), "rank" if each == 1 else "node"), first.name, 1, each, None, None
+        )
     return _self_launching(Launch((first,), tuple(words[1:])), known)
-
-
-def _interpreter(launcher: Word) -> Word:
-    """Return the python beside a launcher: that of its folder, where it is given by its path."""
-    folder, slash, _ = launcher.text.rpartition("/")
-    return Word(f"{folder}{slash}python", f"{folder}{slash}python", launcher.unknown)
 
 
 def _python(words: Sequence[Word], known: Known) -> Launch:
     place = 1
     while place < len(words) and words[place].text.startswith("-") and words[place].text not in ("-m", "-c", "-"):
         place += 2 if words[place].text in ("-W", "-X", "--check-hash-based-pycs") else 1
-    if place >= len(words):
-        raise SpecError(f"{words[0].text} has no script", "give the whole command that you type today")
+    _check_script(words[place:])
     if words[place].text == "-m":
         module = words[place + 1].text if place + 1 < len(words) else ""
-        if module in _MODULES:
-            take = _MODULES[module]
-            start = words[: place + 2] if take is _accelerate else words[:place]
-            return take(start, words[place + 2 :], known)
-        place += 1
-    elif words[place].text == "-c":
-        place += 1
+        if take := _LAUNCHERS.get(module if "." in module else ""):
+            return take(words[: place + 2] if take is _accelerate else words[:place], words[place + 2 :], known)
+        if re.search(r"launch|\.distributed\b|elastic", module):
+            raise SpecError(f"{module} is a launcher whose options are not read here", _HOW_TO_START)
+    place += words[place].text in ("-m", "-c")
     return _self_launching(Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known)
 
 
@@ -511,31 +502,34 @@ def _shell_script(words: Sequence[Word], known: Known) -> Launch:
         text = (known.folder / script).read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = "torchrun"
-    if not re.search(
-        r"torchrun|torch\.distributed\.|accelerate|deepspeed|composer|srun|mpirun|mpiexec|horovodrun", text
-    ):
+    if not re.search(rf"\b({'|'.join(map(re.escape, [*_LAUNCHERS, *_FOREIGN]))})\b", text):
         return launch
-    if (answer := known.answer(PROCESSES)) is None:
-        raise Unknown(
-            f"{script} is a script of the shell, and how many processes it starts is not known",
-            "give the command inside it that starts the training; or, where it is one process of each GPU:"
-            f" torchrun --no-python --nproc_per_node=N {' '.join(word.raw for word in words[:size])}",
-            key=PROCESSES,
-            question=f"how many {PROCESSES} does {script} start?",
-        )
-    return replace(launch, launch="rank" if answer == 1 else "node", per_node=answer)
+    hint = (
+        "give the command inside it that starts the training; or, where it is one process of each GPU:"
+        f" torchrun --no-python --nproc_per_node=N {' '.join(word.raw for word in words[:size])}"
+    )
+    each = _ask_processes(f"the script of the shell {script}", hint, known)
+    return replace(launch, launch="rank" if each == 1 else "node", per_node=each)
 
 
-# --- scripts that start their processes themselves
+# --- programs that start their processes themselves
 
-_SPAWN_NAMES = (
-    "gpus num_gpus ngpus n_gpu n_gpus gpu_num num_gpu devices num_devices nproc nprocs num_processes world_size gpu_ids"
-    " device_ids distributed_world_size ngpus_per_node gpus_per_node gpu device multiprocessing_distributed num_nodes"
+_STARTS_ITS_OWN = "llamafactory-cli axolotl swift xtuner mim tune trl ns-train fairseq-train fairseq-hydra-train"
+_ONE_PROCESS = "coverage kernprof viztracer scalene memray pyinstrument"
+_DEVICES = (
+    "gpus num_gpus ngpu ngpus n_gpu n_gpus gpu_num num_gpu devices num_devices nproc nprocs nproc_per_node num_processes"
+    " world_size gpu_ids device_ids distributed_world_size ngpus_per_node n_gpus_per_node num_gpus_per_node gpus_per_node"
+    " gpu device"
 )
+_SEVERAL = re.compile(r"--(?:ddp|use[-_]ddp|dp|data[-_]parallel|multi[-_]?gpu|distributed|multiprocessing[-_]distributed|fsdp)(?:=[Tt]rue|=1)?")  # fmt: skip
 _SUBMITIT = re.compile(r"(?:run_with_)?submitit\w*\.py|\w+_submitit\.py")
 _TORCHRUN_ON_NODES = (
     "-m torch.distributed.run --nnodes {nodes} --node-rank {node_rank} --nproc-per-node {gpus_per_node} --master-addr"
     " {master_addr} --master-port {master_port}"
+)
+_HOW_TO_START = (
+    "if it starts N on each node, write {gpus_per_node=N} in place of a number of GPUs; if it is one of several"
+    " processes, put torchrun --nproc_per_node=N before the script in place of python"
 )
 
 
@@ -547,115 +541,81 @@ def _self_launching(launch: Launch, known: Known) -> Launch:
             f"{name} submits jobs of its own (submitit), and tula submits its own",
             "give the command that such a job runs: torchrun --nproc_per_node=8 main.py ... without the options of the job",
         )
+    if any(word.text == "--multirun" for word in launch.arguments):
+        raise SpecError("--multirun starts several trainings, and a job has one", "give the values of one of them")
     given = read_options(launch.arguments)
     names = {option.name for option in given}
-    options = {key: option for option in given if (key := _spawn_key(option))}
-    if any(key.startswith("trainer.") for key in options) or (
-        {"strategy", "accelerator"} & names and {"devices", "gpus"} & options.keys()
-    ):
-        return _lightning(launch, options, known)
-    if "num_gpus" in options and "config_file" in names:
-        return _detectron(launch, given, known)
-    flag = next((word for word in launch.arguments if word.text == "--multiprocessing-distributed"), None)
-    several = [option for key, option in options.items() if _is_several(key, option.value.text)]
-    if flag is None and not several:
+    trainer = {option.name: option for option in given if "trainer" in option.path[:-1]}
+    if {"strategy", "accelerator"} & names and {"devices", "gpus"} & names:
+        trainer = {option.name: option for option in given} | trainer
+    if {"devices", "gpus", "num_nodes"} & trainer.keys():
+        return _lightning(launch, trainer, known)
+    if any(option.flag in ("--num-gpus ", "--num-gpus=") for option in given) and "config_file" in names:
+        return _detectron(launch, {option.name: option for option in given if len(option.path) == 1}, known)
+    several = next((option for option in given if _is_several(option)), None)
+    flag = next((word.raw for word in launch.arguments if _SEVERAL.fullmatch(word.text)), "")
+    if known.starts_ranks or not (several or flag):
         return launch
-    written = flag.raw if flag else several[0].written
-    if several and ("{gpus_per_node=" in several[0].value.text or name == "yolo"):
-        processes = count(several[0], PROCESSES, known, missing="")
-    elif (answer := known.answer(PROCESSES)) is not None:
-        processes = answer
+    if several and ("{gpus_per_node=" in several.value.text or name == "yolo"):
+        each = count(several, PROCESSES, known, missing="")
     else:
-        raise Unknown(
-            f"{written}: how many processes the script starts by itself is not known",
-            "if it starts N on each node, write {gpus_per_node=N} in place of a number of GPUs; if it is one of several"
-            " processes, put torchrun --nproc_per_node=N before the script in place of python",
-            key=PROCESSES,
-            question=f"how many {PROCESSES} does the script start by itself ({written})?",
-        )
-    sources = ((written, per_node_words(processes)),)
-    return replace(
-        launch, launch="rank" if processes == 1 else "node", per_node=processes, launcher=name, sources=sources
-    )
+        each = _ask_processes(several.written if several else flag, _HOW_TO_START, known)
+    return _counted(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
 
 
-def _spawn_key(option: Option) -> str:
-    if "trainer" in option.path[:-1] and option.name in ("devices", "gpus", "num_nodes"):
-        return f"trainer.{option.name}"
-    return option.name if len(option.path) == 1 and option.name in _SPAWN_NAMES.split() else ""
-
-
-def _is_several(name: str, value: str) -> bool:
-    if name == "num_nodes":  # of a graph, too
+def _is_several(option: Option) -> bool:
+    """Tell whether an option names more than one GPU, or a number that may be more than one."""
+    value, is_one = option.value.text, option.name in ("gpu", "device", "gpu_ids", "device_ids")
+    if len(option.path) > 1 or option.name not in _DEVICES.split():
         return False
-    if value in ("-1", "all", "auto") or value.startswith("{gpus_per_node="):
-        return name not in ("gpu", "device")
-    if re.fullmatch(r"\d+", value):
-        return int(value) > 1 and name not in ("gpu", "device", "gpu_ids", "device_ids")
-    return bool(re.fullmatch(r"\[?\d+(,\d+)+\]?", value))
+    if re.fullmatch(r"\d+|-1|all|auto", value):
+        return value not in ("0", "1") and not is_one
+    return bool(re.fullmatch(r"\[?\d+(,\d+)+\]?", value)) or "{gpus_per_node=" in value
 
 
 def _lightning(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
     """Return the launch of a script with Lightning's trainer: torchrun on each node, or it takes tasks of SLURM for its ranks."""
-    by_name = {key.rpartition(".")[2]: option for key, option in options.items()}
-    devices, nodes = by_name.get("devices") or by_name.get("gpus"), by_name.get("num_nodes")
+    devices, nodes = options.get("devices") or options.get("gpus"), options.get("num_nodes")
     processes = count(devices, PROCESSES, known, missing="--trainer.devices")
-    machines = count(nodes, NODES, known, missing="--trainer.num_nodes") if nodes else 1
-    values = {id(devices): "{gpus_per_node}", id(nodes): "{nodes}"}
+    machines = count(nodes, NODES, known, missing="") if nodes else 1
     arguments = list(launch.arguments)
-    for option in sorted(filter(None, (devices, nodes)), key=lambda option: -option.place):
-        arguments[option.place : option.place + len(option.words)] = option.filled(values[id(option)])
+    placed = [(devices, "{gpus_per_node}"), (nodes, "{nodes}")]
+    for option, value in sorted(((o, v) for o, v in placed if o), key=lambda pair: -pair[0].place):
+        arguments[option.place : option.place + len(option.words)] = option.filled(value)
     if nodes is None and devices is not None and devices.path[:-1]:
-        dashes, path = devices.flag.startswith("--"), ".".join(devices.path[:-1])
-        words = [f"--{path}.num_nodes", "{nodes}"] if dashes else [f"++{path}.num_nodes={{nodes}}"]
-        arguments += [Word(word, word, filled=True) for word in words]
-    torchrun = [Word(word, word, filled=True) for word in _TORCHRUN_ON_NODES.split()]
-    place = next(
-        (place for place, word in enumerate(launch.program) if word.text == "-m"), len(launch.program) - 1
-    )  # of the script
-    start = launch.program[:place] or (Word("python", "python"),)
-    return replace(
-        launch,
-        program=(*start, *torchrun, *launch.program[place:]),
-        arguments=tuple(arguments),
-        launch="node",
-        per_node=processes,
-        nodes=machines,
-        launcher="lightning",
-        sources=(*_source(nodes, plural(machines)), *_source(devices, per_node_words(processes))),
-    )
+        path = ".".join(devices.path[:-1])
+        is_flag = devices.flag.startswith("--")
+        arguments += map(_filled, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"])
+    is_python = bool(_PYTHON.fullmatch(launch.program[0].name))
+    is_module = [word.text for word in launch.program[-2:-1]] == ["-m"]
+    script = launch.program[-2:] if is_module else launch.program[-1:]
+    start = launch.program[: -len(script)] if is_python else (Word("python", "python"),)
+    bare = () if is_python or script[0].text.endswith(".py") else (Word("--no-python", ""),)
+    program = (*start, *map(_filled, _TORCHRUN_ON_NODES.split()), *bare, *script)
+    launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
+    return _counted(launch, "lightning", machines, processes, nodes, devices)
 
 
-def _detectron(launch: Launch, given: Sequence[Option], known: Known) -> Launch:
+def _detectron(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
     """Return the launch of a script with detectron2's options, which starts its processes and finds the other nodes."""
-    by_name = {option.name: option for option in given if len(option.path) == 1}
-    nodes, gpus = by_name.get("num_machines"), by_name["num_gpus"]
-    processes = count(gpus, PROCESSES, known, missing="--num-gpus")
-    machines = count(nodes, NODES, known, missing="--num-machines") if nodes else 1
-    values = {
-        "num_gpus": "{gpus_per_node}", "num_machines": "{nodes}", "machine_rank": "{node_rank}",
-        "dist_url": "tcp://{master_addr}:{master_port}",
-    }  # fmt: skip
-    arguments: list[Word] = []
-    taken = {place for name in values if (o := by_name.get(name)) for place in range(o.place, o.place + len(o.words))}
-    arguments = [word for place, word in enumerate(launch.arguments) if place not in taken]
-    own = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", value)]
-    return replace(
-        launch,
-        arguments=(*(Word(word, word, filled=True) for word in own), *arguments),
-        launch="node",
-        per_node=processes,
-        nodes=machines,
-        launcher="detectron2",
-        sources=(*_source(nodes, plural(machines)), *_source(gpus, per_node_words(processes))),
+    nodes, gpus = options.get("num_machines"), options["num_gpus"]
+    processes = count(gpus, PROCESSES, known, missing="")
+    machines = count(nodes, NODES, known, missing="") if nodes else 1
+    own = (
+        "--num-gpus {gpus_per_node} --num-machines {nodes} --machine-rank {node_rank}"
+        " --dist-url tcp://{master_addr}:{master_port}"
     )
+    names = ("num_gpus", "num_machines", "machine_rank", "dist_url")
+    taken = {id(word) for name in names if name in options for word in options[name].words}
+    arguments = (*map(_filled, own.split()), *(word for word in launch.arguments if id(word) not in taken))
+    return _counted(replace(launch, arguments=arguments, launch="node"), "detectron2", machines, processes, nodes, gpus)
 
 
 # --- words
 
 
-def _source(option: Option | None, words: str) -> tuple[tuple[str, str], ...]:
-    return ((option.written, words),) if option else ()
+def _filled(text: str) -> Word:
+    return Word(text, text, filled=True)
 
 
 def per_node_words(processes: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tula_cli.spec.scripts.placeholders import SCRIPTS
 from tula_cli.spec.scripts.shell import Word
 
-_YACS_KEY = re.compile(r"[A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)+")
+_YACS_KEY = re.compile(r"[A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)+|[A-Z]+_[A-Z_]+")
 _PAIR = re.compile(r"[A-Za-z_+~][\w.+/-]*=")
 _ATTACHED = re.compile(r"(-[A-Za-z])(\d+)")
 MAY_BE_BATCH = re.compile(r"(?i)batch|(?:^|[-_.])(?:m?bs|bsz|bz)(?:$|[ =\d])|(?:samples|imgs|ims|images)_per_|^-b\d*$")

@@ -19,6 +19,7 @@ _PER_PROCESS = (
     "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size per_gpu_batch_size local_batch_size"
     " batch_size_per_gpu batch_size_per_device batch_size_per_rank batch_size_per_replica batch_size_per_proc"
     " batch_per_gpu samples_per_gpu imgs_per_gpu images_per_gpu ims_per_gpu device_batch_size train_batch_size_per_gpu"
+    " device_train_batch_size batch_per_device train_batch_size_per_device batch_size_per_process"
 )
 _BY_CUSTOM = "b bs bsz batch_size train_batch_size batch batchsize max_sentences"
 _MICRO = "micro_batch_size micro_batch train_micro_batch_size_per_gpu microbatch_size device_train_microbatch_size"
@@ -103,7 +104,10 @@ class Recognised:
         elif "batch" not in values and "micro_batch" in values:
             times = values.get("accumulate") or values.get("accumulate_total", "1")
             of_all = " over all processes" if "accumulate_total" in values else ""
-            parts.append(f"{values['micro_batch']} samples per process x {times} micro-batches{of_all}")
+            micro, micros = (
+                plural(int(float(n)), what) for n, what in ((values["micro_batch"], "sample"), (times, "micro-batch"))
+            )
+            parts.append(f"{micro} per process x {micros}{of_all}")
         length = self.script.get("length", {})
         return "; ".join([
             f"{', '.join(parts)}: global batch {reference.get('batch', 'not known')}",
@@ -360,7 +364,7 @@ def _tokens(option: Option) -> SpecError:
 
 def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
     names = list(dict.fromkeys(option.flag.rstrip("= ") for option in options))
-    line = " ".join(word.raw for word in words)
+    line = " ".join(word.raw for word in words if not word.filled)
     told = (
         f"the options are {', '.join(names)}, and none is known for one" if names else "it has no options with values"
     )

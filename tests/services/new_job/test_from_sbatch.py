@@ -56,3 +56,8 @@ def test_a_script_that_is_more_than_one_command_is_refused_with_its_line(name: s
         made(name)
     assert EXPECTED[name]["refused"] in told.value.message
     assert told.value.hint
+
+
+def test_words_of_an_array_reach_the_command_as_they_are() -> None:
+    script = made("array_and_heredoc").recognised.script
+    assert script["command"] == "python t.py --epochs {epochs} --lr {lr} --batch-size {local_batch} --name 'a b'"

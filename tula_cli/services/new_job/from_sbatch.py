@@ -245,6 +245,8 @@ def _measuring(request: _Request, offered: Site | None) -> Iterator[Setting]:
 def _doubts(request: _Request, found: Recognised) -> Iterator[str]:
     gpus, _, _ = request.gpus
     ranks = found.gpus_per_node or 1
+    if not request.options:
+        yield "the script has no #SBATCH line, so what it asks for is not known: fill in section cluster"
     if gpus and gpus != ranks:
         yield (
             f"the script asks for {plural(gpus, 'GPU')} per node, and its command starts"

@@ -4,7 +4,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli.errors import SpecError
@@ -66,6 +66,7 @@ class _Reader:
     setup: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     rendezvous: list[str] = field(default_factory=list)  # names of variables that hold where ranks meet
+    functions: set[str] = field(default_factory=set)
     programs: list[list[Command]] = field(default_factory=list)  # pipelines that start one
 
     def read(self, commands: Sequence[Command]) -> TrainingCommand:
@@ -102,9 +103,21 @@ class _Reader:
             self.left_out.append(self._raw(pipeline))
         else:
             name = first.program[0].name
-            if name in ("cd", "pushd"):
+            writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
+            if name == "eval" and self._runs_program(first):
+                inner = split_commands(" ".join(word.text for word in first.program[1:]))
+                at_once = [replace(each, line=first.line, start=first.start, end=first.end) for each in inner]
+                for each in _pipelines(at_once):
+                    self._take([*each[:-1], replace(each[-1], operator=first.operator), *pipeline[1:]])
+            elif name in self.functions:
+                self._keep(pipeline)
+            elif name in ("cd", "pushd"):
                 self._take_folder(first)
-            elif (name in _SETS_UP.split() and not self._runs_program(first)) or name in _FILES.split():
+            elif (
+                (name in _SETS_UP.split() and not self._runs_program(first))
+                or name in _FILES.split()
+                or (name in ("echo", "printf", "cat") and writes_file)
+            ):
                 self._keep(pipeline)
             elif (name in _PRINTS.split() and (name != "env" or len(first.program) == 1)) or (
                 starts_program(first.program) and first.program[-1].text in ("--version", "-V")
@@ -129,6 +142,7 @@ class _Reader:
                     f" ({_opener(block)}), and a job has one training command",
                     "give the command of one of them, with its values written out",
                 )
+        self.functions.add(block.words[0 if block.words[0].raw != "function" else 1].raw)
         self._keep(pipeline)
 
     def _take_assignments(self, command: Command, pipeline: Sequence[Command]) -> None:
@@ -165,6 +179,16 @@ class _Reader:
         self.left_out.append(_short(command.words))
 
     def _keep(self, pipeline: Sequence[Command]) -> None:
+        first, raw = pipeline[0], self._raw(pipeline)
+        if (
+            re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw)
+            and not raw.startswith("function")
+            and "()" not in raw.split("\n")[0]
+        ):
+            raise SpecError(
+                f"{self._place(first)}{_short(first.words)!r} reads the arguments of the script, and a job has none",
+                "write their values in their places",
+            )
         if self.keeps_setup:
             self.setup.append(self._raw(pipeline))
         elif pipeline[0].program and pipeline[0].program[0].name in ("set", "ulimit", "trap", "mkdir"):
@@ -257,7 +281,7 @@ def _is_likely(pipeline: Sequence[Command]) -> bool:
 
 
 def _opener(block: Command) -> str:
-    return block.words[0].raw if block.words[1:2] != () and block.words[1].raw != "(" else f"{block.words[0].raw}()"
+    return block.words[0].raw + "()" * (len(block.words) > 2 and block.words[2].raw == ")")
 
 
 def _short(words: Sequence[Word]) -> str:

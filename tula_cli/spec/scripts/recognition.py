@@ -16,7 +16,7 @@ from tula_cli.words import plural
 
 # The last part of an option's name, in lower case with underscores -> what it is.
 _PER_PROCESS = (
-    "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size per_gpu_batch_size local_batch_size"
+    "local_batch local_bs per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size per_gpu_batch_size local_batch_size"
     " batch_size_per_gpu batch_size_per_device batch_size_per_rank batch_size_per_replica batch_size_per_proc"
     " batch_per_gpu samples_per_gpu imgs_per_gpu images_per_gpu ims_per_gpu device_batch_size train_batch_size_per_gpu"
     " device_train_batch_size batch_per_device train_batch_size_per_device batch_size_per_process"

@@ -11,6 +11,7 @@ _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;|&\n]")
 _REDIRECTION = re.compile(r"(?:&>>?|\d*(?:<<<|<<-?|>>|>\||>&|<&|<>|[<>]))(?!\()")
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _NAME = re.compile(r"\w+|[@*#?$!-]")
+_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _EXPORTS = ("export", "declare", "readonly", "local", "typeset")
 _CLOSES = {**dict.fromkeys(("for", "while", "until", "select"), "done"), "if": "fi", "case": "esac", "{": "}", "(": ")"}
@@ -29,7 +30,7 @@ class Word:
     @property
     def name(self) -> str:
         """Its last part as a path: torchrun of /opt/bin/torchrun."""
-        return PurePath(self.text).name
+        return PurePath(self.text).name or self.text
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class _Scanner:
     variables: dict[str, str]
     position: int = 0
     here_documents: list[str] = field(default_factory=list)  # words that end those of this line
+    arrays: dict[str, list[Word]] = field(default_factory=dict)
 
     def commands(self) -> Iterator[Command]:
         words: list[Word] = []
@@ -138,7 +140,7 @@ class _Scanner:
                 self.position = operator.end() if operator else end
                 if operator and operator[0] == "\n":
                     self._skip_here_documents()
-                    end = max(end, self.position - 1)
+                    end = max(end, self.position) if self.position > operator.end() else end
                 if words or redirections:
                     line = self.text.count("\n", 0, start) + 1
                     command = Command(
@@ -158,7 +160,7 @@ class _Scanner:
             return
         for name, word in command.assignments:
             self.variables.pop(name, None)
-            if not word.unknown:
+            if not word.unknown or not re.search(r"\$\(|`|\$$", word.text):  # a variable in it stays, as $NAME
                 self.variables[name] = word.text
 
     def _skip_blanks(self) -> None:
@@ -183,13 +185,17 @@ class _Scanner:
     def _words(self) -> list[Word]:
         """Return the word that begins here; several where a variable without quotes holds several."""
         start, texts, bare, unknown, quoted = self.position, [""], "", "", False
+        elements: list[Word] = []  # of an array that the word is
         while self.position < len(self.text):
             character = self.text[self.position]
             if character in " \t\n;|&" or self.text[self.position : self.position + 2] == "\r\n":
                 break
             if character in "()<>":
-                if character == "(" and re.fullmatch(r"\w+\+?=", self.text[start : self.position]):  # an array
-                    unknown = unknown or self._closed(")")
+                if character == "(" and (name := re.fullmatch(r"(\w+)=", self.text[start : self.position])):
+                    content = self._closed(")")
+                    inner = _Scanner(content[1:-1], self.variables, arrays=self.arrays)
+                    self.arrays[name[1]] = [word for command in inner.commands() for word in command.words]
+                    unknown = unknown or content
                     continue
                 if character in "<>" and self.text[self.position + 1 : self.position + 2] == "(":
                     self.position += 1
@@ -203,6 +209,9 @@ class _Scanner:
                 self.position = escaped.end()
                 texts[-1] += "" if escaped[1] in ("\n", "\r\n") else escaped[1] or "\\"
                 bare += "\0"
+            elif (array := _ARRAY.match(self.text, self.position)) and array[1] in self.arrays:
+                self.position = array.end()
+                elements, bare = self.arrays[array[1]], bare + "\0"
             elif character == "'":
                 quoted, bare = True, bare + "\0"
                 texts[-1] += self._closed("'")[1:-1]
@@ -212,7 +221,7 @@ class _Scanner:
                 texts[-1], unknown = texts[-1] + text, unknown or of_it
             elif character in "$`":
                 raw, value = self._expansion()
-                unknown = unknown or (raw if value is None else "")
+                unknown = unknown or (raw if value is None or "$" in value[:-1] else "")
                 parts = re.split(r"[ \t\n]+", raw if value is None else value) if value is not None else [raw]
                 texts = [*texts[:-1], texts[-1] + parts[0], *parts[1:]]
                 bare += "\0"
@@ -226,6 +235,10 @@ class _Scanner:
             unknown = _pattern(bare, texts[0])
         if bare == "~" or bare.startswith("~/"):
             texts[0] = str(Path.home()) + texts[0][1:]
+        if elements:
+            return elements
+        if len(texts) > 1:  # each of them has what is not known of it
+            return [Word(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
         return [Word(text, raw, unknown) for text in texts if text or quoted]
 
     def _closed(self, closing: str) -> str:
@@ -263,7 +276,7 @@ class _Scanner:
             if character in "$`":
                 raw, value = self._expansion()
                 text += raw if value is None else value
-                unknown = unknown or (raw if value is None else "")
+                unknown = unknown or (raw if value is None or "$" in value[:-1] else "")
             elif character == "\\" and self.text[self.position + 1 : self.position + 2] in ("$", "`", '"', "\\", "\n"):
                 text += self.text[self.position + 1].replace("\n", "")
                 self.position += 2

@@ -81,10 +81,10 @@ class _Request:
         ways = (("gres", 1), ("gpus_per_node", 1), ("gpus_per_task", self.tasks_per_node), ("gpus", 1 / self.nodes))
         for name, times in ways:
             text = self.text(name)
-            found = parse_gres(text if name == "gres" else f"gpu:{text}") if text else ()
-            if found:
+            gpus = parse_gres(text if name == "gres" else f"gpu:{text}") if text else ()
+            if gpus:
                 form = name if name in ("gres", "gpus_per_task") and "," not in text else "gpus_per_node"
-                return max(1, int(found[0].count * times)), found[0].type, form
+                return max(1, int(gpus[0].count * times)), gpus[0].type, form
         return 0, "", "none"
 
     @property
@@ -112,14 +112,19 @@ def from_sbatch(
     gpus, _, _ = request.gpus
     known = Known(answers or {}, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
     command = training_command(text, keeps_setup=True, variables=_variables(request))
-    found = with_length(recognise_command(command, known), answers)
-    request = replace(request, options={**_of_steps(found), **request.options})
+    recognised = with_length(recognise_command(command, known), answers)
+    request = replace(request, options={**_of_steps(recognised), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
-    written = written_around(f"tula init --from-sbatch {shlex.quote(source)}", found, "slurm", name=name)
-    written = write_settings(written, [*_settings(request, found, offered), *shell_settings(found)])
+    written = written_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
+    written = write_settings(written, [*_settings(request, recognised, offered), *shell_settings(recognised)])
     left_out = [f"{option.written}: {_LEFT_OUT[name]}" for name, option in request.options.items() if name in _LEFT_OUT]
-    found = replace(found, left_out=(*left_out, *found.left_out))
-    return FromCommand(with_batches(written, found), found, missing(found), (*found.warnings, *_doubts(request, found)))
+    recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
+    return FromCommand(
+        with_batches(written, recognised),
+        recognised,
+        missing(recognised),
+        (*recognised.warnings, *_doubts(request, recognised)),
+    )
 
 
 def _read_request(text: str) -> _Request:
@@ -173,16 +178,16 @@ def _variables(request: _Request) -> dict[str, str]:
     return {**{name: str(count) for name, count in counts.items() if count}, **{k: v for k, v in texts.items() if v}}
 
 
-def _of_steps(found: Recognised) -> dict[str, Option]:
+def _of_steps(recognised: Recognised) -> dict[str, Option]:
     """Return what srun was asked for and the #SBATCH lines may not say."""
     return {
         name: option
-        for name, option in found.slurm.items()
+        for name, option in recognised.slurm.items()
         if name in {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
     }
 
 
-def _settings(request: _Request, found: Recognised, offered: Site | None) -> Iterator[Setting]:
+def _settings(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[Setting]:
     for name, key in _SETTINGS.items():
         if text := request.text(name):
             yield Setting(f"cluster.slurm.{key}", word(text), f"--{name.replace('_', '-')}")
@@ -190,7 +195,7 @@ def _settings(request: _Request, found: Recognised, offered: Site | None) -> Ite
     yield Setting("cluster.slurm.gpus", form, "how the script asks for them" if gpus else "the script asks for none")
     if kind:
         yield Setting("cluster.slurm.gpu_type", word(kind))
-    ranks = found.gpus_per_node or 1
+    ranks = recognised.gpus_per_node or 1
     yield Setting("cluster.gpus_per_node", str(ranks))
     if each := request.count("cpus_per_gpu"):
         yield Setting("cluster.slurm.cpus_per_task", str(each), "a rank, --cpus-per-gpu")
@@ -214,7 +219,7 @@ def _settings(request: _Request, found: Recognised, offered: Site | None) -> Ite
         yield Setting("cluster.slurm.extra", json.dumps(extra), "other options of sbatch")
     steps = {
         name.replace("_", "-"): option.value.text or True
-        for name, option in found.slurm.items()
+        for name, option in recognised.slurm.items()
         if name not in {*_SETTINGS, *_SIZES, *_LEFT_OUT}
     }
     if steps:
@@ -242,9 +247,9 @@ def _measuring(request: _Request, offered: Site | None) -> Iterator[Setting]:
     yield Setting("search.max_node_hours", f"{cap:g}", f"of all measuring jobs together: {hours:.3g}")
 
 
-def _doubts(request: _Request, found: Recognised) -> Iterator[str]:
+def _doubts(request: _Request, recognised: Recognised) -> Iterator[str]:
     gpus, _, _ = request.gpus
-    ranks = found.gpus_per_node or 1
+    ranks = recognised.gpus_per_node or 1
     if not request.options:
         yield "the script has no #SBATCH line, so what it asks for is not known: fill in section cluster"
     if gpus and gpus != ranks:
@@ -252,8 +257,8 @@ def _doubts(request: _Request, found: Recognised) -> Iterator[str]:
             f"the script asks for {plural(gpus, 'GPU')} per node, and its command starts"
             f" {'1 process' if ranks == 1 else f'{ranks} processes'}: cluster.gpus_per_node is {ranks}"
         )
-    if "nodes" in request.options and found.nodes != request.nodes:
+    if "nodes" in request.options and recognised.nodes != request.nodes:
         yield (
-            f"the script asks for {plural(request.nodes)}, and its command runs on {found.nodes}: the global batch of today"
-            f" is that of {found.nodes}"
+            f"the script asks for {plural(request.nodes)}, and its command runs on {recognised.nodes}: the global batch of today"
+            f" is that of {recognised.nodes}"
         )

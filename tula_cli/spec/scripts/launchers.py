@@ -324,8 +324,8 @@ def _take_ranks(kind: _RankLauncher, start: Sequence[Word], words: Sequence[Word
     module = [Word("-m", "-m")] if _AS_MODULE & options.keys() else []
     program = (*(() if _BARE & options.keys() else start), *module, rest[0])
     flag = _local_rank_flag(known.folder / rest[0].text) if kind.local_rank and not _NO_LOCAL_RANK & {*options} else ""
-    own = (_filled(f"{flag}={{local_rank}}"),) if flag else ()
-    return _counted(Launch(program, (*own, *rest[1:])), kind.name, machines, processes, nodes, each)
+    rank_option = (_filled(f"{flag}={{local_rank}}"),) if flag else ()
+    return _counted(Launch(program, (*rank_option, *rest[1:])), kind.name, machines, processes, nodes, each)
 
 
 def _check_script(rest: Sequence[Word]) -> None:
@@ -601,13 +601,13 @@ def _detectron(launch: Launch, options: Mapping[str, Option], known: Known) -> L
     nodes, gpus = options.get("num_machines"), options["num_gpus"]
     processes = count(gpus, PROCESSES, known, missing="")
     machines = count(nodes, NODES, known, missing="") if nodes else 1
-    own = (
+    options_of_nodes = (
         "--num-gpus {gpus_per_node} --num-machines {nodes} --machine-rank {node_rank}"
         " --dist-url tcp://{master_addr}:{master_port}"
     )
     names = ("num_gpus", "num_machines", "machine_rank", "dist_url")
     taken = {id(word) for name in names if name in options for word in options[name].words}
-    arguments = (*map(_filled, own.split()), *(word for word in launch.arguments if id(word) not in taken))
+    arguments = (*map(_filled, options_of_nodes.split()), *(word for word in launch.arguments if id(word) not in taken))
     return _counted(replace(launch, arguments=arguments, launch="node"), "detectron2", machines, processes, nodes, gpus)
 
 

@@ -246,8 +246,8 @@ class _Reader:
                 raise _tokens(option)
             kinds.setdefault(FLAGS.get(option.name, ""), []).append(option)
         of_all = kinds.get("batch", [])
-        own = kinds.get("local_batch") or kinds.get("micro_batch") or []
-        chosen = of_all or own or self._asked(options)
+        of_process = kinds.get("local_batch") or kinds.get("micro_batch") or []
+        chosen = of_all or of_process or self._asked(options)
         if not chosen:
             raise _no_batch(options, [*self.launch.program, *self.launch.arguments])
         if len(chosen) > 1 or (of_all and kinds.get("local_batch")):
@@ -365,13 +365,13 @@ def _tokens(option: Option) -> SpecError:
 def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
     names = list(dict.fromkeys(option.flag.rstrip("= ") for option in options))
     line = " ".join(word.raw for word in words if not word.filled)
-    told = (
+    known_options = (
         f"the options are {', '.join(names)}, and none is known for one" if names else "it has no options with values"
     )
     numbers = [option for option in options if _fits("batch", option.value.text) and option.name not in FLAGS]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
     example = maybe[0] if maybe else "--batch-size {local_batch}"
-    message = f"no batch in {line!r}: {told}"
+    message = f"no batch in {line!r}: {known_options}"
     hint = (
         "write the placeholder in place of the batch's number, {local_batch} where it is one process's and {batch} where it"
         f" is that of all, as in {example!r}, or {example.replace('}', '=64}')!r} with the number of today; where the script"

@@ -140,7 +140,7 @@ WORDS = st.lists(
     st.one_of(
         st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=12),
         st.text("ab '\"\\\n\t\r$`%{}=,.*?[]~#;|&<>()!-é\u2028\x85\x1b", max_size=8),
-        st.sampled_from(["", "--flag", "{x}", "{{batch}}", "%s", "$HOME", "a=b c", "--x=", "-", "--", "{}", "\\", "'", "\n"]),
+        st.sampled_from(["", "b=", "--flag", "{x}", "{{batch}}", "%s", "$HOME", "a=b c", "--x=", "-", "--", "{}", "\\", "'", "\n"]),
     ),
     max_size=6,
 )  # fmt: skip

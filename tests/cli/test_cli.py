@@ -879,6 +879,7 @@ def test_init_writes_the_hooks_of_a_script_once(here):
     assert refused.code == 2 and "tula_hooks.py is there already" in refused.err
     assert tula("init", "--hooks", "--force").code == 0
     assert tula("init", "--hooks", "--from-command", "x").code == 2
+    assert tula("init", "--hooks", "--from-sbatch", "x").code == 2
 
 
 def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
@@ -924,6 +925,43 @@ def test_init_from_a_command_tells_what_is_required_yet():
     shown = tula("init", "slurm", "-o", "new.yaml", "--from-command", line, "--force")
     assert "next: write what is required, then tula check new.yaml" in shown.out
     assert tula("check", "new.yaml", "--offline").code == 2
+
+
+def test_init_tells_what_it_understood_in_the_envelope_too():
+    told = tula("init", "-o", "new.yaml", "--from-command", f"uv run {COMMAND} > log", "--json").json["data"][
+        "understood"
+    ]
+    words = "2 processes per node, 64 samples per process: global batch 128; 90 epochs; learning rate 0.1"
+    assert (told["summary"], told["processes_per_node"], told["wrapper"]) == (words, 2, ["uv", "run"])
+    assert told["options"] == {"--nproc-per-node 2": "2 processes per node"} and told["left_out"] == ["> log"]
+
+
+def test_init_from_a_script_of_sbatch_is_a_job_of_slurm():
+    script = ROOT / "tests/fixtures/sbatch/typed/resnet_torchrun.sbatch"
+    answer = tula("init", "-o", "new.yaml", "--from-sbatch", str(script))
+    assert answer.code == 0
+    assert (
+        "understood: 2 nodes, 4 processes per node, 64 samples per process: global batch 512; 90 epochs" in answer.out
+    )
+    assert "left out: --output=logs/%x-%j.out: what jobs print is kept in the run's logs" in answer.out
+    assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", "nowhere.sbatch").code == 2
+    assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", str(script), "--from-command", "x").code == 2
+
+
+def test_init_asks_on_a_terminal_what_the_command_does_not_tell(monkeypatch):
+    line = "torchrun --nproc_per_node=$N train.py --train_batch_size 64 --lr 0.1"
+    assert tula("init", "-o", "new.yaml", "--from-command", line).code == 2
+    answers = io.StringIO("many\n4\nall\n30\n")
+    answers.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", answers)
+    answer = tula("init", "-o", "new.yaml", "--from-command", line)
+    assert answer.code == 0, answer.err
+    assert "'many' is not a whole number from 1 on" in answer.err
+    assert "is that the batch of one process, or of all 4? [one/all]" in answer.err
+    assert "understood: 4 processes per node: global batch 64; 30 epochs; learning rate 0.1" in answer.out
+    monkeypatch.setattr("sys.stdin", type("Gone", (io.StringIO,), {"isatty": lambda _: True})(""))
+    assert tula("init", "-o", "other.yaml", "--from-command", line).code == 2
+    assert not Path("other.yaml").exists()
 
 
 def test_init_refuses_a_command_without_a_batch_and_writes_nothing():

@@ -136,3 +136,32 @@ def test_methods_of_a_script_are_compared_side_by_side(tmp_path: Path, on_slurm:
     rows = [(row["method"], row["batch"], row["metrics"]["acc"]["mean"], row["gap"]) for row in found["rows"]]
     assert rows == [("lbt", 16, 10.0, None), ("lrs", 32, 20.0, -10.0)], tula.logs()
     assert (found["total"], found["finished"], found["reference_batch"]) == (2, 2, 16)
+
+
+SBATCH = f"""#!/bin/bash
+#SBATCH --job-name=from-sbatch
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=1500M
+#SBATCH --time=10
+#SBATCH --output=%x-%j.out
+
+export PATH={Path(sys.executable).parent}:$PATH
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+srun torchrun --nnodes=$SLURM_NNODES --nproc_per_node=1 --rdzv_id=$SLURM_JOB_ID --rdzv_backend=c10d \\
+    --rdzv_endpoint=$MASTER_ADDR:29500 plain_ddp.py --local-batch 16 --epochs 50 2>&1 | tee log.txt
+"""
+
+
+def test_a_script_of_sbatch_becomes_a_job_that_profiles(tmp_path: Path, on_slurm: SlurmCluster) -> None:
+    (tmp_path / "train.sbatch").write_text(SBATCH)
+    tula = on_cluster(tmp_path, "", ROOT / "tests" / "scripts" / "plain_ddp.py")
+    told = tula("init", "--from-sbatch", "train.sbatch", "--force")["data"]["understood"]["summary"]
+    assert told == "2 nodes, 1 process per node, 16 samples per process: global batch 32; 50 epochs"
+    short = ("nodes=[2]", "min_batch=32", "max_batch=32", "min_steps=5", "min_seconds=0", "warmup_steps=3")
+    settings = [f"--set=search.{text}" for text in short]
+    tula("profile", "job.yaml", "--wait", "--yes", "--set=cluster.device=cpu", *settings)
+    (result,) = tula.run().results()
+    assert isinstance(result, Measured), result
+    assert (result.nodes, result.batch, result.environment.hosts) == (2, 32, tuple(on_slurm.names[:2]))

@@ -1,6 +1,7 @@
 """`tula init`, `tula check` and `tula estimate`."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,6 +18,7 @@ from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
+    from tula_cli.services.new_job.from_command import FromCommand
     from tula_cli.spec.job import JobSpec
 
 # --- the commands
@@ -32,6 +34,12 @@ def init(
             "--from-command", metavar="COMMAND", help="Around a script of your own: the command that you type today."
         ),
     ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-sbatch", metavar="FILE", help="As --from-command, from the sbatch script you submit today."
+        ),
+    ] = None,
     hooks: Annotated[
         bool,
         typer.Option("--hooks", help="Write tula_hooks.py alone: three lines for a loop without a torch optimizer."),
@@ -40,28 +48,40 @@ def init(
 ) -> None:
     """Write a commented job.yaml that runs as it is.
 
-    With --from-command it is one around the command that starts a script of your own.
+    With --from-command or --from-sbatch it is one around the command that starts a script of your own: what that does not
+    tell is asked on a terminal, and refused without one.
     """
     if hooks:
-        return _write_hooks(screen, command, force=force)
+        return _write_hooks(screen, command or script, force=force)
+    refuse(command is not None and script is not None, "--from-command", "and --from-sbatch exclude each other")
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
     from tula_cli.services.new_job.for_editors import with_schema
     from tula_cli.services.new_job.from_command import from_command
+    from tula_cli.services.new_job.from_sbatch import from_sbatch
     from tula_cli.services.new_job.from_template import from_template, written_method
     from tula_cli.spec.methods import worth
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
+    if script is not None:
+        kind = "slurm"
     offered = site.ask() if kind == "slurm" else None
     gpus = devices.count()
-    if command is None:
+    if command is None and script is None:
         text = from_template(kind, offered, gpus=gpus)
         told: list[str] = [f"wrote {output}; next: tula check {output}"]
         found: dict[str, object] = {}
     else:
-        made = from_command(command, kind, offered, gpus=gpus)
+        source = "" if script is None else _read_script(script)
+
+        def make(answers: dict[str, str]) -> "FromCommand":
+            if script is not None:
+                return from_sbatch(source, str(script), offered, answers=answers)
+            return from_command(command or "", kind, offered, gpus=gpus, answers=answers)
+
+        made = _asking(screen, make)
         text = made.text
         found, told = show_check.from_command(made, output)
         warn_all(screen, made.warnings)
@@ -73,8 +93,38 @@ def init(
     return None
 
 
-def _write_hooks(screen: Screen, command: str | None, *, force: bool) -> None:
-    refuse(command is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one")
+def _read_script(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise SpecError(
+            f"cannot read {path}: {reason}", "--from-sbatch takes the script that you give sbatch"
+        ) from None
+
+
+def _asking(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
+    """Return the job, after asking on a terminal for what the command does not tell; without one that is an error."""
+    from tula_cli.services.new_job.from_command import LENGTH
+    from tula_cli.spec.scripts.launchers import Unknown
+
+    asks = sys.stdin.isatty() and not screen.as_json
+    answers: dict[str, str] = {}
+    while True:
+        try:
+            made = make(answers)
+        except Unknown as unknown:
+            if not asks or (answer := screen.ask(unknown.message, unknown.question, unknown.choices)) is None:
+                raise
+            answers[unknown.key] = answer
+            continue
+        if made.complete or not asks or LENGTH in answers or "length" in made.recognised.script:
+            return made
+        answers[LENGTH] = screen.ask("", "how many epochs does it train? (Enter: write it into the file later)") or ""
+
+
+def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
+    refuse(given is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one")
     from tula_cli.assets import find_asset
     from tula_cli.run.files import write_atomic
 

@@ -167,15 +167,32 @@ def offered(site: "Site | None") -> str:
 
 def from_command(made: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
     """Return what was recognised of a command and what was not, for the envelope and a line each."""
-    spans = made.placeholders
+    spans, found = made.placeholders, made.recognised
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
     width = max((len(was) for was, _ in rows), default=0)
-    lines = [f"{was:<{width}}  ->  {now}" for was, now in rows]
-    lines += [""] * bool(lines) + ["the command does not tell:"]
+    lines = [f"understood: {found.summary}", *(f"{written}: {meaning}" for written, meaning in found.sources)]
+    lines += [f"{' '.join(found.wrapper)}: kept before each rank"] * bool(found.wrapper)
+    lines += [f"left out: {text}" for text in found.left_out]
+    lines += [
+        "",
+        *(f"{was:<{width}}  ->  {now}" for was, now in rows),
+        *[""] * bool(rows),
+        "the command does not tell:",
+    ]
     lines += [f"  {key.key}{' (required)' * key.required}: {key.words}" for key in made.missing]
     after = f"tula check {path}" if made.complete else "write what is required, then tula check " + str(path)
     data: dict[str, object] = {
         "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},
+        "understood": {
+            "summary": found.summary,
+            "launch": found.script["launch"],
+            "nodes": found.nodes,
+            "processes_per_node": found.gpus_per_node or 1,
+            **{key: found.script.get(key) for key in ("reference", "length")},
+            "options": dict(found.sources),
+            "wrapper": found.wrapper,
+            "left_out": found.left_out,
+        },
         "missing": made.missing,
         "complete": made.complete,
     }

@@ -129,6 +129,19 @@ class Screen:
         print(f"{without_controls(question)} [y/N] ", end="", file=self.err, flush=True)
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
+    def ask(self, why: str, question: str, choices: Sequence[str] = ()) -> str | None:
+        """Ask on the terminal for one of the choices, or without any for a whole number; None where nobody answers."""
+        if why:
+            print(why, file=self.err)
+        offered = f" [{'/'.join(choices)}]" if choices else ""
+        while True:
+            print(f"{question}{offered} ", end="", file=self.err, flush=True)
+            answer = sys.stdin.readline().strip()
+            if not answer or answer in choices or (not choices and answer.isdigit() and int(answer)):
+                return answer or None
+            expected = f"one of {', '.join(choices)}" if choices else "a whole number from 1 on"
+            print(f"{answer!r} is not {expected}; press Enter alone to stop", file=self.err)
+
     # --- the answer
 
     def answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:

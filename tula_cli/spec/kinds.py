@@ -140,7 +140,9 @@ def word(value: str) -> str:
     return value
 
 
-def _shell_words(value: str) -> str:
+def shell_words(value: str) -> str:
+    if "\0" in value:
+        raise ValueError(f"{value!r} holds a NUL, which no command can")
     try:
         words = shlex.split(value)
     except ValueError as error:
@@ -189,7 +191,7 @@ Day = Annotated[
 ]
 Arguments = Annotated[dict[str, Any], AfterValidator(plain_data)]
 Line = Annotated[str, AfterValidator(one_line)]
-Command = Annotated[Line, AfterValidator(_shell_words)]
+Command = Annotated[Line, AfterValidator(shell_words)]
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -44,7 +44,7 @@ def test_a_torchrun_line_is_a_job_as_it_is(tmp_path: Path) -> None:
         (LINE, 4, 4, [1]),
         (LINE, 2, 4, [1]),
         ("python t.py -b 8 --epochs 1", 4, 1, [1, 2, 4]),
-        ("torchrun --nproc-per-node gpu t.py -b 8 --epochs 1", 4, 1, [1, 2, 4]),
+        ("torchrun --nproc-per-node gpu t.py -b 8 --epochs 1", 4, 4, [1]),
     ],
 )
 def test_nodes_are_what_the_gpus_here_make(
@@ -65,7 +65,7 @@ def test_nodes_are_what_the_gpus_here_make(
         ("torchrun --nproc-per-node 2 t.py -b 1 --epochs 1", (2, 16)),
         ("python t.py --global-batch-size 512 --epochs 1", (256, 4096)),
         (
-            "torchrun --nproc-per-node 2 t.py --batch_size 2 --gradient_accumulation_steps 4 --epochs 1",
+            "torchrun --nproc-per-node 2 t.py --batch_size 2 --accum_iter 4 --epochs 1",
             (8, 128),
         ),
     ],
@@ -166,7 +166,9 @@ def test_a_resume_is_written_where_the_script_saves_into_the_runs_folder(tmp_pat
         ("python __main__.py -b 4 --epochs 1", "main"),
     ],
 )
-def test_the_job_is_called_as_its_script(line: str, name: str, tmp_path: Path) -> None:
+def test_the_job_is_called_as_its_script(line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text('python train.py "$@"\n')
     spec = loaded(from_command(line, "local"), tmp_path)
     assert spec.name == name
 

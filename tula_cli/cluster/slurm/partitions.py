@@ -305,8 +305,13 @@ class Setting:
 
 def fill_in(template: str, site: Site) -> str:
     """Return the template with what the scheduler tells in place of its settings, commented out or not."""
+    return write_settings(template, settings(site))
+
+
+def write_settings(template: str, settings: Iterable[Setting]) -> str:
+    """Return a job file with other lines at some of its keys, commented out or not."""
     lines = template.splitlines()
-    for setting in settings(site):
+    for setting in settings:
         number, indent = _find(lines, setting.key)
         name = setting.key.rpartition(".")[2]
         why = f" # {setting.why}" if setting.why else ""

@@ -1,20 +1,25 @@
 """`tula init --from-command`: a job file around the command that somebody types today."""
 
+import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tula_cli.assets import find_asset
 from tula_cli.cluster.slurm import partitions as site
-from tula_cli.cluster.slurm.partitions import Site
+from tula_cli.cluster.slurm.partitions import Setting, Site
+from tula_cli.spec.scripts.launchers import Known
 from tula_cli.spec.scripts.placeholders import names
 from tula_cli.spec.scripts.proposal import Missing, job_name, missing, sections
 from tula_cli.spec.scripts.recognition import Recognised, recognise
 from tula_cli.words import plural
 
 TEMPLATES: Mapping[str, str] = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
+LENGTH = "epochs"
+"""Key of the answer to how long the script trains."""
 _MINUTES = 20  # of a measuring job, in which the script starts once a batch
 _SMALLER, _LARGER = 2, 8  # how far below and above the batch of today is measured, at least
 _HEAD = """\
@@ -58,7 +63,12 @@ class FromCommand:
 
 
 def from_command(
-    line: str, kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0
+    line: str,
+    kind: Literal["local", "slurm"],
+    offered: Site | None = None,
+    *,
+    gpus: int = 0,
+    answers: Mapping[str, str] | None = None,
 ) -> FromCommand:
     """Return a commented job file for a command.
 
@@ -67,20 +77,68 @@ def from_command(
         kind: where the job will run.
         offered: what the scheduler tells; for slurm it is filled in.
         gpus: that this machine has; a local job searches as many nodes as they make.
+        answers: to the questions that were raised before, by their keys.
 
     Raises:
-        SpecError: no batch was recognised, or the command cannot be used.
+        Unknown: the command does not tell for certain what can be asked.
+        SpecError: the command cannot be used.
         TulaError: the installation lacks its templates.
     """
-    found = recognise(line)
-    head = _HEAD.format(line=line.replace("\n", "\n#   "), name=job_name(found))
-    text = head + sections(found) + "\n" + _places(kind)
+    here = gpus if kind == "local" else _gpus_of(offered)
+    found = with_length(recognise(line, Known(answers or {}, gpus=here), keeps_setup=kind == "slurm"), answers)
     if kind == "local":
-        text = _on_this_machine(text, per_node=found.gpus_per_node or 1, gpus=gpus)
-    elif offered is not None:
-        text = _as_commanded(site.fill_in(text, offered), found, offered)
-    text = _with_batches(text, found)
-    return FromCommand(text, found, missing(found), tuple(_doubts(found, offered, gpus=gpus if kind == "local" else 0)))
+        text = _on_this_machine(written_around(line, found, kind), per_node=found.gpus_per_node or 1, gpus=gpus)
+    else:
+        text = written_around(line, found, kind)
+        if offered is not None:
+            text = _as_commanded(site.fill_in(text, offered), found, offered)
+        text = site.write_settings(text, shell_settings(found))
+    text = with_batches(text, found)
+    warnings = [*found.warnings, *_doubts(found, offered, gpus=gpus if kind == "local" else 0)]
+    return FromCommand(text, found, missing(found), tuple(warnings))
+
+
+def with_length(found: Recognised, answers: Mapping[str, str] | None) -> Recognised:
+    """Return what was recognised with the epochs that were asked for, where the command tells no length."""
+    epochs = (answers or {}).get(LENGTH)
+    return replace(found, script={**found.script, "length": {"epochs": int(epochs)}}) if epochs else found
+
+
+def written_around(line: str, found: Recognised, kind: Literal["local", "slurm"], *, name: str = "") -> str:
+    """Return the job file around a command, before what is known of the machines is put into it.
+
+    Args:
+        line: the command as it was typed.
+        found: what was recognised of it.
+        kind: where the job will run.
+        name: of the job; empty: as its script is called.
+    """
+    words = [*found.wrapper] if kind == "local" or not _is_list(found.wrapper) else []
+    if words:  # no section of the job has a place for them
+        command = " ".join([*(shlex.quote(word.replace("{", "{{").replace("}", "}}")) for word in words), found.script["command"]])  # fmt: skip
+        found = replace(found, script={**found.script, "command": command})
+    shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
+    return _HEAD.format(line=shown, name=name or job_name(found)) + sections(found) + "\n" + _places(kind)
+
+
+def shell_settings(found: Recognised) -> Iterator[Setting]:
+    """Yield what stands around the command in a job of SLURM: words before each rank, and lines before the job."""
+    if found.wrapper and _is_list(found.wrapper):
+        words = ", ".join(site.word(word) for word in found.wrapper)
+        yield Setting("cluster.slurm.wrapper", f"[{words}]", "before the command of every rank, as in the command")
+    if found.setup:
+        yield Setting("cluster.slurm.setup", json.dumps(found.setup), "before the job; without set -e a failure goes unnoticed")  # fmt: skip
+
+
+def _is_list(words: Sequence[str]) -> bool:
+    """Tell whether words may be those of cluster.slurm.wrapper."""
+    return all(word and word.isprintable() for word in words)
+
+
+def _gpus_of(offered: Site | None) -> int:
+    """Return how many GPUs a node of the default partition has; 0 where that is not known."""
+    kinds = offered.default.kinds if offered is not None and offered.default is not None else ()
+    return kinds[0].gpus[0].count if kinds and kinds[0].gpus else 0
 
 
 def _places(kind: str) -> str:
@@ -132,7 +190,7 @@ def _as_commanded(text: str, found: Recognised, offered: Site) -> str:
     return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
 
 
-def _with_batches(text: str, found: Recognised) -> str:
+def with_batches(text: str, found: Recognised) -> str:
     """Set which batches are measured: around that of today, and what the launcher says of the GPUs."""
     if found.gpus_per_node is not None:
         text = _set(
@@ -166,7 +224,7 @@ def span(found: Recognised, batch: int, nodes: list[int]) -> tuple[int, int]:
         batch: of today, global.
         nodes: numbers of nodes that are searched.
     """
-    micro_batches = int(float(found.values.get("accumulate", "1")))
+    micro_batches = found.accumulate
     half, odd = divmod(batch, _SMALLER)
     divides = not odd and half % (min(nodes) * (found.gpus_per_node or 1) * micro_batches) == 0
     return half if divides else batch, batch * max(_LARGER, max(nodes))
@@ -186,7 +244,7 @@ def _doubts(found: Recognised, offered: Site | None, *, gpus: int) -> list[str]:
     told = f"the command starts {_processes(wanted)} a node"
     if 0 < gpus < wanted:
         return [f"{told}, and this machine has {plural(gpus, 'GPU')}: set cluster.gpus_per_node"]
-    there = own.kinds[0].gpus[0].count if own is not None and own.kinds and own.kinds[0].gpus else wanted
+    there = _gpus_of(offered) or wanted
     if own is None or there == wanted:
         return []
     return [f"{told}, and those of partition {own.name} have {plural(there, 'GPU')}: set cluster.gpus_per_node"]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from tula_cli.spec.kinds import Command, Line, Positive, PositiveFloat, Section
+from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, shell_words
 from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, OF_A_RANK, names, of_a_shell
 
 
@@ -95,7 +95,7 @@ class Script(Section):
     """A training script as it is: its command line, and what tula cannot see from inside."""
 
     command: Annotated[
-        Command, AfterValidator(_known), AfterValidator(_without_shell)
+        str, AfterValidator(shell_words), AfterValidator(_known), AfterValidator(_without_shell)
     ]  # with placeholders, for example train.py -b {local_batch} --lr {lr}
     # rank: tula starts a process a GPU with RANK, WORLD_SIZE ...; node: one a node, which starts its ranks itself
     launch: Literal["rank", "node"] = "rank"

@@ -1,10 +1,12 @@
 """What `tula init --from-command` writes of a script: its sections with comments, and what is left to the user to write."""
 
-import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from tula_cli.spec.scripts.placeholders import BATCHES, names, program
 from tula_cli.spec.scripts.recognition import Recognised
@@ -140,7 +142,7 @@ def _batch_words(recognised: Recognised) -> str:
     if "batch" in recognised.values:
         return "over all GPUs"
     values = recognised.values
-    own = values.get("local_batch") or f"{values['micro_batch']} x {values.get('accumulate', '1')} micro-batches"
+    own = values.get("local_batch") or f"{values['micro_batch']} x {recognised.accumulate} micro-batches"
     told = f"{own} a GPU x {plural(recognised.ranks, 'GPU')}"
     batch = values.get("local_batch")
     if batch is None or recognised.ranks == 1:
@@ -163,8 +165,8 @@ def _train(recognised: Recognised) -> Iterator[str]:
     values, found = recognised.values, set(names(recognised.script["command"]))
     scaled = "{lr} is reference.lr at every batch; lrs: times batch / reference.batch"
     yield f"  method: lbt # {scaled if 'lr' in found else 'the learning rate is what the script makes of its batch'}"
-    if "accumulate" in values:
-        yield f"  accumulate: {int(float(values['accumulate']))} # micro-batches an optimizer step, {{accumulate}}"
+    if values.keys() & {"accumulate", "accumulate_total"}:
+        yield f"  accumulate: {recognised.accumulate} # micro-batches an optimizer step, {{accumulate}}"
     elif found & {"accumulate", "accumulate_total"}:
         yield "  # accumulate: 1 # micro-batches an optimizer step, {accumulate}"
     for key, default, words in (("seed", "0", ""), ("workers", "auto", "data-loader processes a GPU, ")):
@@ -176,9 +178,11 @@ def _train(recognised: Recognised) -> Iterator[str]:
 
 
 def _word(text: str, *, flow: bool = False) -> str:
-    """Return a text as YAML takes it, plain where that reads the same; JSON's quotes are YAML's."""
-    unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #|[\n\t]"
-    return json.dumps(text, ensure_ascii=False) if re.search(unsafe, text) else text
+    """Return a text as YAML takes it, plain where that reads the same."""
+    unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #|^\s|\s$"
+    if text.isprintable() and not re.search(unsafe, text) and yaml.safe_load(text) == text:
+        return text
+    return yaml.safe_dump(text, default_style='"', width=math.inf, allow_unicode=True).rstrip("\n")
 
 
 def _number(value: float) -> str:

@@ -1,52 +1,68 @@
-"""From the command line that somebody types today to section `script`: what stands for batch, learning rate, length ..."""
+"""From the command line that somebody types today to section `script`: its processes, its batch, learning rate, length ..."""
 
-import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import PurePath
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, PLACEHOLDERS, SCRIPTS, of_a_shell
+from tula_cli.spec.scripts.command_text import TrainingCommand, refuse_unknown, training_command
+from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, per_node_words
+from tula_cli.spec.scripts.options import MAY_BE_BATCH, Option, number, read_options
+from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
+from tula_cli.spec.scripts.shell import Word
+from tula_cli.words import plural
 
-# A flag's name without dashes, in lower case with underscores; of `trainer.max_epochs=9` the last part -> placeholder.
-FLAGS = {
-    **dict.fromkeys(("b", "bs", "batch_size", "train_batch_size", "batch", "batchsize"), "local_batch"),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size", "local_batch_size"), "local_batch"),
-    **dict.fromkeys(("micro_batch_size", "micro_batch", "train_micro_batch_size_per_gpu"), "micro_batch"),
-    **dict.fromkeys(("global_batch_size", "total_batch_size"), "batch"),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), "accumulate"),
-    **dict.fromkeys(("accumulation_steps", "gradient_accumulation", "accum_iter", "grad_accum"), "accumulate"),
-    **dict.fromkeys(("lr", "learning_rate", "base_lr"), "lr"),
-    **dict.fromkeys(("epochs", "num_train_epochs", "max_epochs", "num_epochs", "n_epochs"), "epochs"),
-    **dict.fromkeys(("max_steps", "max_iters", "num_steps", "total_steps", "train_steps", "max_train_steps"), "steps"),
-    **dict.fromkeys(("j", "workers", "num_workers", "dataloader_num_workers", "data_workers"), "workers"),
-    **dict.fromkeys(("output_dir", "out_dir", "output", "save_dir", "checkpoint_dir", "default_root_dir"), "out"),
+# The last part of an option's name, in lower case with underscores -> what it is.
+_PER_PROCESS = (
+    "local_batch local_bs per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size per_gpu_batch_size local_batch_size"
+    " batch_size_per_gpu batch_size_per_device batch_size_per_rank batch_size_per_replica batch_size_per_proc"
+    " batch_per_gpu samples_per_gpu imgs_per_gpu images_per_gpu ims_per_gpu device_batch_size train_batch_size_per_gpu"
+    " device_train_batch_size batch_per_device train_batch_size_per_device batch_size_per_process"
+)
+_BY_CUSTOM = "b bs bsz batch_size train_batch_size batch batchsize max_sentences"
+_MICRO = "micro_batch_size micro_batch train_micro_batch_size_per_gpu microbatch_size device_train_microbatch_size"
+_GLOBAL = (
+    "global_batch_size total_batch_size global_train_batch_size total_train_batch_size effective_batch_size ims_per_batch"
+    " global_bs global_batch"
+)
+_TOKENS = "max_tokens tokens_per_batch batch_size_tokens batch_tokens global_batch_tokens tokens_per_step"
+_ACCUMULATIONS = (
+    "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps gradient_accumulation"
+    " accum_iter grad_accum update_freq accum_freq accum_steps grad_accumulation_steps acc_steps"
+)
+_VALUES = {
+    "lr": "lr learning_rate base_lr peak_lr max_lr lr0",
+    "epochs": "epochs num_train_epochs max_epochs num_epochs n_epochs max_epoch end_epoch train_epochs nepochs",
+    "steps": "max_steps max_iters max_iter num_steps total_steps train_steps max_train_steps train_iters num_iterations"
+    " max_update total_iters",
+    "workers": "j workers num_workers dataloader_num_workers data_workers",
+    "out": "output_dir out_dir output save_dir checkpoint_dir default_root_dir work_dir",
     "seed": "seed",
 }
+FLAGS = {
+    **dict.fromkeys(f"{_PER_PROCESS} {_BY_CUSTOM}".split(), "local_batch"),
+    **dict.fromkeys(_MICRO.split(), "micro_batch"),
+    **dict.fromkeys(_GLOBAL.split(), "batch"),
+    **dict.fromkeys(_ACCUMULATIONS.split(), "accumulate"),
+    **{name: placeholder for placeholder, names in _VALUES.items() for name in names.split()},
+}
 RESUME = {"resume", "resume_from_checkpoint", "ckpt_path", "resume_from"}
+_OTHER_PHASE = re.compile(
+    r"(?:^|_)(?:val|valid|validation|eval|evaluation|test|testing|infer|inference|pred|predict)(?:$|_)"
+)
+_LENGTH_OF_TEXT = "sequence_length seq_length seq_len block_size context_length max_seq_len max_seq_length"
+_YOLO = "weights hyp cfg img imgsz"
 _LENGTHS = ("epochs", "steps")
 _COUNTS = {
     *BATCHES,
     *_LENGTHS,
     "accumulate",
 }  # whole numbers from 1 on; --max_steps -1 and --epochs 0.5 stay as they are
-# What a launcher is told of the machines, with the number of words after it; the rest of its options are the user's.
-_TORCHRUN = {
-    **dict.fromkeys(("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_id"), 1),
-    **dict.fromkeys(("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts", "local_addr"), 1),
-    "standalone": 0,
-}
-_MODULE = ("-m", "--module")
-_ACCELERATE = {
-    **dict.fromkeys(("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"), 1),
-    "multi_gpu": 0,
-}
-_ACCELERATE_ON_NODES = (
-    "--num_processes {world} --num_machines {nodes} --machine_rank {node_rank} --main_process_ip {master_addr}"
-    " --main_process_port {master_port}"
+_BY_HAND = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
+_HOW_TO_SAY = (
+    "write {{local_batch={0}}} in place of its value where that is one process's, {{batch={0}}} where it is that of all"
 )
 
 
@@ -55,270 +71,347 @@ class Recognised:
     """What a command line tells."""
 
     script: dict[str, Any]  # section `script`, as it is written; without what the command does not tell
-    gpus_per_node: int | None  # as the launcher was told
+    gpus_per_node: int | None  # as the launcher was told; None: there is no launcher
     flags: dict[str, str]  # the word of the command -> what stands for its value now
     values: dict[str, str]  # placeholder -> the value that it had
-    ranks: int = 1  # processes of all machines, as the launcher was told
+    nodes: int = 1
+    wrapper: tuple[str, ...] = ()  # words before the command of every rank
+    setup: tuple[str, ...] = ()  # lines of the shell before it
+    sources: tuple[tuple[str, str], ...] = ()  # words of the command -> what they were taken for
+    left_out: tuple[str, ...] = ()  # of the text
+    warnings: tuple[str, ...] = ()
+    slurm: Mapping[str, Option] = field(default_factory=dict)  # what srun was asked for, by long names
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a process in a step."""
+        each, total = self.values.get("accumulate"), self.values.get("accumulate_total")
+        return int(float(each or 1)) if total is None else max(1, int(float(total)) // self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of all nodes."""
+        return (self.gpus_per_node or 1) * self.nodes
+
+    @property
+    def summary(self) -> str:
+        """What was understood: "4 processes per node, 64 samples per process: global batch 256; 90 epochs"."""
+        values, reference = self.values, self.script["reference"]
+        parts = [plural(self.nodes)] if self.nodes > 1 else []
+        parts.append(per_node_words(self.gpus_per_node or 1))
+        if "batch" not in values and "local_batch" in values:
+            parts.append(f"{plural(int(float(values['local_batch'])), 'sample')} per process")
+        elif "batch" not in values and "micro_batch" in values:
+            times = values.get("accumulate") or values.get("accumulate_total", "1")
+            of_all = " over all processes" if "accumulate_total" in values else ""
+            micro, micros = (
+                plural(int(float(n)), what) for n, what in ((values["micro_batch"], "sample"), (times, "micro-batch"))
+            )
+            parts.append(f"{micro} per process x {micros}{of_all}")
+        length = self.script.get("length", {})
+        return "; ".join([
+            f"{', '.join(parts)}: global batch {reference.get('batch', 'not known')}",
+            *(plural(count, kind.removesuffix("s")) for kind, count in length.items()),
+            *([f"learning rate {reference['lr']:.12g}"] if "lr" in reference else []),
+        ])  # fmt: skip
 
 
-def recognise(line: str) -> Recognised:
+def recognise(line: str, known: Known | None = None, *, keeps_setup: bool = False) -> Recognised:
     """Return what section `script` would be for a command line.
 
-    A batch is taken for that of one GPU, as nearly all scripts mean it; the first probe tells where it is not so.
-    Placeholders that are there already stay; what they had in their places is then not known.
+    `--batch-size` under a launcher is taken for that of one process, as nearly all scripts mean it; the first probe tells
+    where it is not so. Placeholders that are there already stay, with the value of today in `{local_batch=64}`.
 
     Raises:
-        SpecError: it has no batch that is known by its name, needs a shell, or is no command.
+        Unknown: it does not say how many processes there are, or whose batch an option gives.
+        SpecError: it needs a shell, or is no command.
     """
-    try:
-        words = shlex.split(line)
-    except ValueError as error:
-        raise SpecError(f"{line!r} is no command: {str(error).lower()}", "quote it as a whole") from None
-    if word := of_a_shell(line):
-        raise SpecError(f"{word!r} {FOR_A_SHELL}", IN_A_FILE)
-    variables = [word for word in words[: _variables(words)] if word]
-    launched = _launched(words[len(variables) :])
-    found = _Found()
-    command = [word for part in found.take([*variables, *launched.rest]) for word in part]
-    if variables:  # a shell's way to set them; the program does the same
-        command = ["env", *command[: len(variables)], *launched.own, *command[len(variables) :]]
-    else:
-        command = [*launched.own, *command]
-    if not BATCHES & {*found.values, *found.by_hand}:
-        raise _no_batch(line, launched.rest)
-    launch = "node" if launched.own else "rank"
-    section = _section(" ".join(_quoted(word) for word in command), found, launch=launch, ranks=launched.ranks)
-    return Recognised(section, launched.gpus_per_node, found.flags, found.values, launched.ranks)
+    return recognise_command(training_command(line, keeps_setup=keeps_setup), known or Known())
 
 
-def _no_batch(line: str, words: Sequence[str]) -> SpecError:
-    seen = list(dict.fromkeys(word.partition("=")[0] for word in words if _is_option(word) or "=" in word))
-    options = f"the options are {', '.join(seen)}" if seen else "it has no options"
-    unknown = [option for option in seen if _name(option) not in {*FLAGS, *RESUME}]
-    example = f"{unknown[0] if unknown else '--batch-size'} {{local_batch}}"
-    return SpecError(
-        f"no batch in {line!r}: {options}, and none is known for one",
-        "write the placeholder in place of the batch's number, {local_batch} where it is one GPU's and {batch} where it is"
-        f" that of all, as in {example!r}; where the script reads its batch from a file, give it an option first",
+def recognise_command(command: TrainingCommand, known: Known) -> Recognised:
+    """Return what section `script` would be for a command that was taken out of its text. Raises as `recognise`."""
+    devices = re.findall(r"[\w-]+", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
+    launch = find_launcher(command.words, replace(known, gpus=len(devices) or known.gpus))
+    environment = [f"{name}={value}" for name, value in command.environment.items()]
+    reader = _Reader(launch, known)
+    arguments = reader.take([*(Word(text, text) for text in environment), *launch.arguments])
+    words = [*arguments[: len(environment)], *launch.program, *arguments[len(environment) :]]
+    if environment:  # a shell's way to set them; the program does the same
+        words = [Word("env", "env"), *words]
+    for word in (*launch.wrapper, *words):
+        refuse_unknown(word)
+    return Recognised(
+        reader.section(" ".join(_quoted(_literal(word)) for word in words)),
+        launch.per_node,
+        reader.flags,
+        reader.values,
+        launch.nodes,
+        tuple(word.text for word in launch.wrapper),
+        command.setup,
+        (*launch.sources, *reader.sources),
+        (*command.left_out, *launch.left_out),
+        command.warnings,
+        launch.slurm,
     )
 
 
 @dataclass
-class _Found:
-    """The values that the command had, by placeholder, and the words for them."""
+class _Reader:
+    """Puts placeholders in place of the values of a script's options."""
 
-    values: dict[str, str] = field(default_factory=dict)
+    launch: Launch
+    known: Known
+    values: dict[str, str] = field(default_factory=dict)  # that the command had, by placeholder
     flags: dict[str, str] = field(default_factory=dict)
     by_hand: set[str] = field(default_factory=set)  # placeholders that were there
     resume: str = ""
-
-    def take(self, words: Sequence[str]) -> list[list[str]]:
-        """Return the words with placeholders, and without a checkpoint to go on from."""
-        accumulates = any(FLAGS.get(_name(word.partition("=")[0])) == "accumulate" for word in words)
-        self.by_hand = {name for word in words for name in _BY_HAND.findall(word) if name in PLACEHOLDERS}
-        result, position = [], 0
-        while position < len(words):
-            word, after = words[position], words[position + 1 : position + 2]
-            flag, equals, value = word.partition("=")
-            name = _name(flag)
-            apart = not equals and word.startswith("-") and bool(after) and not _is_option(after[0])
-            if not (equals or apart):
-                result.append([_literal(word)])
-            elif name in RESUME:
-                self.resume = f"{flag}={{checkpoint}}" if equals else f"{flag} {{checkpoint}}"
-            elif (stands := self._stands_for(name, value if equals else after[0], accumulates)) is None:
-                result.append([_literal(word)] if equals else [_literal(word), _literal(after[0])])
-            else:
-                self.flags[flag] = stands
-                result.append([f"{flag}={{{stands}}}"] if equals else [flag, f"{{{stands}}}"])
-            position += 2 if apart else 1
-        return result
-
-    def _stands_for(self, name: str, value: str, accumulates: bool) -> str | None:
-        """Return the placeholder for an option's value; None where it is not known, or no number where one belongs."""
-        stands = FLAGS.get(name)
-        if stands == "local_batch" and accumulates:
-            stands = "micro_batch"
-        if stands is None or stands in self.values or stands in self.by_hand or not _fits(stands, value):
-            return None
-        self.values[stands] = value
-        return stands
-
-    def number(self, name: str) -> float | None:
-        return _number(self.values[name]) if name in self.values else None
-
-
-def _section(command: str, found: _Found, *, launch: str, ranks: int) -> dict[str, Any]:
-    batch = found.number("batch")
-    if batch is None:
-        own = found.number("local_batch") or (found.number("micro_batch") or 0) * (found.number("accumulate") or 1)
-        batch = own * ranks
-    reference: dict[str, Any] = {"batch": int(batch)} if batch else {}
-    if (lr := found.number("lr")) is not None:
-        reference["lr"] = lr
-    lengths = {name: int(value) for name in _LENGTHS if (value := found.number(name)) is not None}
-    section: dict[str, Any] = {"command": command, "launch": launch, "reference": reference}
-    if lengths:
-        section["length"] = dict([next(iter(lengths.items()))])
-    if found.resume:
-        section["resume"] = {"args": found.resume, "checkpoint": "{out}/*"}
-    return section
-
-
-# --- launchers
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """A command line without what its launcher was told of the machines."""
-
-    own: list[str]  # words of a launcher that stays
-    rest: list[str]  # the script's
-    gpus_per_node: int | None = None
-    machines: int = 1
+    sources: list[tuple[str, str]] = field(default_factory=list)  # words that are taken for something else
 
     @property
     def ranks(self) -> int:
-        return (self.gpus_per_node or 1) * self.machines
+        return (self.launch.per_node or 1) * self.launch.nodes
 
+    def take(self, words: Sequence[Word]) -> list[Word]:
+        """Return the words with placeholders, and without a checkpoint to go on from."""
+        options = [option for option in read_options(words) if not option.value.filled]
+        flags = {option.place + len(option.words) - 1: option.flag.rstrip("= ") for option in options}
+        for place, word in enumerate(words):
+            self._take_by_hand(word, flags.get(place, word.raw))
+        roles = {option.place: role for option, role in self._roles(options)}
+        result, position = [], 0
+        by_place = {option.place: option for option in options}
+        while position < len(words):
+            option = by_place.get(position)
+            role = roles.get(position)
+            if option is None:
+                result.append(words[position])
+                position += 1
+                continue
+            if option.name in RESUME and option.value.text and option.words[0].text.startswith("-"):
+                self.resume = f"{option.flag}{{checkpoint}}"
+                self.sources.append((option.written, "script.resume: a training begins without"))
+            elif role is None:
+                result += option.words
+            else:
+                placeholder, text = role
+                self.flags[option.flag.rstrip("= ")] = placeholder
+                self.values[placeholder] = option.value.text.removesuffix("ep")
+                result += option.filled(text)
+            position += len(option.words)
+        return result
 
-def _launched(words: list[str]) -> _Launched:
-    """Take the launcher off a command.
+    def _take_by_hand(self, word: Word, flag: str) -> None:
+        """Take over the placeholders that somebody wrote, and the values in them: {local_batch=64}."""
+        for name, value in _BY_HAND.findall("" if word.filled else word.text):
+            if name not in PLACEHOLDERS:
+                continue
+            self.by_hand.add(name)
+            if value and not _fits(name, value):
+                raise SpecError(f"{word.text}: {value!r} is no value of {{{name}}}", "give the number of today")
+            if value:
+                self.values[name], self.flags[flag] = value, name
 
-    torchrun does nothing that tula does not; accelerate sets up what the script asks for, and stays.
+    def _roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, tuple[str, str]]]:
+        """Yield the options whose values give way, with the placeholder and the text in place of the value."""
+        for option, placeholder in self._batch_roles(options):
+            yield option, (placeholder, f"{{{placeholder}}}")
+        seen: set[str] = set()
+        for option in options:
+            placeholder, text = FLAGS.get(option.name, ""), option.value.text
+            if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):  # composer
+                yield option, ("epochs", "{epochs}ep")
+            elif (
+                placeholder
+                and placeholder not in {*BATCHES, "accumulate", *seen, *self.by_hand}
+                and _fits(placeholder, text)
+                and (placeholder == "out" or not option.value.unknown)
+            ):
+                seen.add(placeholder)
+                yield option, (placeholder, f"{{{placeholder}}}")
 
-    Raises:
-        SpecError: there is no script, or the launcher is none of these.
-    """
-    for start, take in _LAUNCHERS.items():
-        if tuple(words[: len(start)]) == start or (len(start) == 1 and words and PurePath(words[0]).name == start[0]):
-            return take(words[: len(start)], words[len(start) :])
-    if words and PurePath(words[0]).name in _FOREIGN:
-        raise SpecError(
-            f"{words[0]} is a launcher that is not read here: tula starts the processes itself",
-            "give the command that it starts on one GPU (script.launch: rank), or write section script by hand with launch:"
-            " node",
+    def _batch_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
+        """Yield the options that make the batch of a step.
+
+        Raises:
+            Unknown: there is none, or whose batch one gives is not certain.
+            SpecError: it counts tokens, or two options disagree.
+        """
+        if self.by_hand & BATCHES:
+            return
+        training = [option for option in options if not any(_OTHER_PHASE.search(part) for part in option.path)]
+        kinds: dict[str, list[Option]] = {}
+        for option in training:
+            if option.name in _TOKENS.split():
+                raise _tokens(option)
+            if option.flag != "b=" or _fits("batch", option.value.text):  # b=x is no batch for certain
+                kinds.setdefault(FLAGS.get(option.name, ""), []).append(option)
+        of_all = kinds.get("batch", [])
+        of_process = kinds.get("local_batch") or kinds.get("micro_batch") or []
+        chosen = of_all or of_process or self._asked(options)
+        if not chosen:
+            raise _no_batch(options, [*self.launch.program, *self.launch.arguments])
+        if len(chosen) > 1 or (of_all and kinds.get("local_batch")):
+            options_ = [*of_all, *kinds.get("local_batch", [])]
+            if of_all and any(option.name == "total_batch_size" for option in of_all):
+                raise _tokens(of_all[0])
+            names = " and ".join(option.written for option in options_ or chosen)
+            raise SpecError(
+                f"the batch is given twice: {names}", "leave one of them out, or " + _HOW_TO_SAY.format("N")
+            )
+        option = chosen[0]
+        self._check_value(option)
+        if option.name == "total_batch_size" and any(each.name in _LENGTH_OF_TEXT.split() for each in training):
+            raise _tokens(option)
+        if of_all or self._meaning(option, options) == "batch":
+            yield option, "batch"
+            return
+        accumulation = kinds.get("accumulate", [])
+        if not accumulation:
+            yield option, "local_batch"
+            return
+        self._check_value(accumulation[0])
+        yield option, "micro_batch"
+        yield accumulation[0], self._accumulation(accumulation[0], option)
+
+    def _check_value(self, option: Option) -> None:
+        placeholder = FLAGS.get(option.name, "batch")
+        if option.value.unknown or not _fits(placeholder if placeholder in _COUNTS else "batch", option.value.text):
+            raise SpecError(
+                f"{option.written}: {option.value.raw.rpartition('=')[2]!r} is no number of samples"
+                if placeholder != "accumulate"
+                else f"{option.written}: {option.value.text!r} is no number of micro-batches",
+                "give the number that it stands for today",
+            )
+
+    def _meaning(self, option: Option, options: Sequence[Option]) -> str:
+        """Return whose batch an option gives: {local_batch} that of a process, {batch} that of all.
+
+        Raises:
+            Unknown: it is not certain.
+        """
+        name, names = option.name, {each.name for each in options}
+        if self.ranks == 1 or name in f"{_PER_PROCESS} {_MICRO}".split():
+            return "local_batch"
+        if self.launch.launcher == "yolo" or (name in ("batch", "batch_size") and len(names & {*_YOLO.split()}) > 1):
+            return "batch"  # yolov5 and its kin: of all GPUs
+        is_yacs = len(option.path) > 1 and option.flag[:1].isupper() and option.path[0] != "data"
+        by_custom = name in _BY_CUSTOM.split() and not is_yacs
+        if by_custom and (name != "train_batch_size" or self.launch.launcher == "accelerate"):
+            return "local_batch"
+        key = f"batch of {option.flag.rstrip('= ')}"
+        if (answer := self.known.answers.get(key)) is not None:
+            return "batch" if answer == "all" else "local_batch"
+        raise Unknown(
+            f"{option.written}: whether that is the batch of one process or of all {self.ranks} is not known",
+            _HOW_TO_SAY.format(option.value.text),
+            key=key,
+            question=f"{option.written}: is that the batch of one process, or of all {self.ranks}?",
+            choices=("one", "all"),
         )
-    return _Launched([], words)
 
-
-def _torchrun(_: Sequence[str], words: Sequence[str]) -> _Launched:
-    told, rest = _options(words, _TORCHRUN)
-    if rest[0].startswith("-") and rest[0] not in _MODULE:
-        raise SpecError(
-            f"torchrun's {rest[0]} has no counterpart: tula starts the ranks itself",
-            "leave it out, or set script.launch: node and write the command for each node",
+    def _accumulation(self, option: Option, batch: Option) -> str:
+        """Return whose micro-batches an option counts: {accumulate} a process's, {accumulate_total} those of all."""
+        certain = option.name != "gradient_accumulation_steps" or batch.name in f"{_PER_PROCESS} {_MICRO}".split()
+        if self.ranks == 1 or certain or self.launch.launcher in ("accelerate", "deepspeed"):
+            return "accumulate"
+        key = f"micro-batches of {option.flag.rstrip('= ')}"
+        if (answer := self.known.answers.get(key)) is not None:
+            return "accumulate_total" if answer == "all" else "accumulate"
+        value = option.value.text
+        raise Unknown(
+            f"{option.written}: whether each of the {self.ranks} processes takes so many micro-batches a step, or all together,"
+            " is not known",
+            f"write {{accumulate={value}}} in place of its value where each does, {{accumulate_total={value}}} where all"
+            f" together do, and {{micro_batch={batch.value.text}}} in place of that of {batch.flag.rstrip('= ')}",
+            key=key,
+            question=f"{option.written}: are those the micro-batches of one process, or of all {self.ranks}?",
+            choices=("one", "all"),
         )
-    script = ["python", "-m", *rest[1:]] if rest[0] in _MODULE else ["python", *rest]
-    machines = told.get("nnodes", "").rpartition(":")[2]  # 1:4 is from 1 to 4
-    return _Launched([], script, _processes(told.get("nproc_per_node")), _processes(machines) or 1)
+
+    def _asked(self, options: Sequence[Option]) -> list[Option]:
+        answer = self.known.answers.get("option of the batch", "")
+        return [option for option in options if option.flag.rstrip("= ") == answer]
+
+    def number(self, name: str) -> float | None:
+        return number(self.values[name]) if name in self.values else None
+
+    def section(self, command: str) -> dict[str, Any]:
+        batch = self.number("batch")
+        if batch is None:
+            micro = self.number("micro_batch") or 0
+            each = self.number("local_batch") or micro * (self.number("accumulate") or 1)
+            total = self.number("accumulate_total")
+            batch = micro * total if total else each * self.ranks
+        reference: dict[str, Any] = {"batch": int(batch)} if batch else {}
+        if (lr := self.number("lr")) is not None:
+            reference["lr"] = lr
+        lengths = {name: int(value) for name in _LENGTHS if (value := self.number(name)) is not None}
+        section: dict[str, Any] = {"command": command, "launch": self.launch.launch, "reference": reference}
+        if lengths:
+            section["length"] = dict([next(iter(lengths.items()))])
+        if self.resume:
+            section["resume"] = {"args": self.resume, "checkpoint": "{out}/*"}
+        return section
 
 
-def _accelerate(start: Sequence[str], words: Sequence[str]) -> _Launched:
-    told, rest = _options(words, _ACCELERATE)
-    machines = _processes(told.get("num_machines")) or 1
-    processes = _processes(told.get("num_processes"))
-    own = [*start, *_ACCELERATE_ON_NODES.split()]
-    return _Launched(own, rest, processes // machines if processes else None, machines)
+def _tokens(option: Option) -> SpecError:
+    return SpecError(
+        f"{option.written} counts tokens, or may do so, and tula's batches are samples",
+        "give the script an option for samples (sequences) of a step, and that one in the command; where it counts samples,"
+        f" {_HOW_TO_SAY.format(option.value.text)}",
+    )
 
 
-_LAUNCHERS: dict[tuple[str, ...], Callable[[Sequence[str], Sequence[str]], _Launched]] = {
-    ("torchrun",): _torchrun,
-    ("python", "-m", "torch.distributed.run"): _torchrun,
-    ("python3", "-m", "torch.distributed.run"): _torchrun,
-    ("python", "-m", "torch.distributed.launch"): _torchrun,
-    ("accelerate", "launch"): _accelerate,
-}
-_FOREIGN = {"srun", "sbatch", "mpirun", "mpiexec", "horovodrun", "deepspeed", "colossalai"}
-
-
-def _options(words: Sequence[str], known: dict[str, int]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of a launcher that are known, and all words without them.
-
-    Raises:
-        SpecError: nothing is left.
-    """
-    told, position = {}, 0
-    kept: list[str] = []
-    while position < len(words) and words[position].startswith("-") and words[position] not in _MODULE:
-        flag, equals, value = words[position].partition("=")
-        name = _name(flag)
-        if name not in known:
-            count = 2 if _has_a_value(words[position:]) else 1
-            kept += words[position : position + count]
-            position += count
-            continue
-        values = known[name] and not equals
-        told[name] = value or (words[position + 1] if values and position + 1 < len(words) else "")
-        position += 2 if values else 1
-    if position >= len(words):
-        raise SpecError("the command has a launcher but no script", "give the whole command that you type today")
-    return told, [*kept, *words[position:]]
-
-
-def _has_a_value(words: Sequence[str]) -> bool:
-    """Tell whether the next word belongs to an option that is not known: it is no script, and one comes later."""
-    after, rest = words[1:2], words[2:]
-    if not after or "=" in words[0] or after[0].startswith("-") or _is_script(after[0]):
-        return False
-    return any(_is_script(word) or word in _MODULE for word in rest)
-
-
-def _is_script(word: str) -> bool:
-    return PurePath(word).suffix in SCRIPTS
-
-
-def _processes(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None  # torchrun takes gpu and auto too
+def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
+    names = list(dict.fromkeys(option.flag.rstrip("= ") for option in options))
+    line = " ".join(word.raw for word in words if not word.filled)
+    known_options = (
+        f"the options are {', '.join(names)}, and none is known for one" if names else "it has no options with values"
+    )
+    numbers = [option for option in options if _fits("batch", option.value.text) and option.name not in FLAGS]
+    maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
+    example = maybe[0] if maybe else "--batch-size {local_batch}"
+    message = f"no batch in {line!r}: {known_options}"
+    hint = (
+        "write the placeholder in place of the batch's number, {local_batch} where it is one process's and {batch} where it"
+        f" is that of all, as in {example!r}, or {example.replace('}', '=64}')!r} with the number of today; where the script"
+        " reads its batch from a file, give it an option first"
+    )
+    if not numbers:
+        return SpecError(message, hint)
+    flags = tuple(option.flag.rstrip("= ") for option in numbers)
+    return Unknown(message, hint, key="option of the batch", question="which option is the batch?", choices=flags)
 
 
 # --- words
 
-_BY_HAND = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 
-
-def _variables(words: Sequence[str]) -> int:
-    """Return how many words at the start set variables, as in `OMP_NUM_THREADS=4 torchrun ...`."""
-    return next((place for place, word in enumerate(words) if not _VARIABLE.match(word)), 0)
-
-
-def _name(flag: str) -> str:
-    return flag.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-
-
-def _is_option(word: str) -> bool:
-    return word.startswith("-") and _number(word) is None
-
-
-def _fits(stands: str, value: str) -> bool:
+def _fits(placeholder: str, text: str) -> bool:
     """Tell whether an option's value is of the kind that its placeholder is given."""
-    number = _number(value)
-    if stands in _COUNTS:
-        return number is not None and number >= 1 and number == int(number)
-    return stands == "out" or (number is not None and (number > 0 or stands != "lr"))
+    value = number(text)
+    if placeholder in _COUNTS:
+        return value is not None and value >= 1 and value == int(value)
+    return (placeholder == "out" and bool(text)) or (value is not None and (value > 0 or placeholder != "lr"))
 
 
-def _number(text: str) -> float | None:
-    try:
-        found = float(text)
-    except ValueError:
-        return None
-    return found if math.isfinite(found) else None
+def _literal(word: Word) -> str:
+    """Return a word with its braces doubled, but for those of placeholders."""
+    if word.filled:
+        return word.text
+    result, end = "", 0
+    for match in _BY_HAND.finditer(word.text):
+        if match[1] in PLACEHOLDERS:
+            result += _doubled(word.text[end : match.start()]) + f"{{{match[1]}}}"
+            end = match.end()
+    return result + _doubled(word.text[end:])
 
 
-def _literal(word: str) -> str:
-    """Return a word with its braces doubled, but for those of placeholders that somebody wrote."""
-    parts = _BY_HAND.split(word)  # text and names in turn
-    for place, part in enumerate(parts):
-        if place % 2:
-            parts[place] = f"{{{part}}}" if part in PLACEHOLDERS else f"{{{{{part}}}}}"
-        else:
-            parts[place] = part.replace("{", "{{").replace("}", "}}")
-    return "".join(parts)
+def _doubled(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _quoted(word: str) -> str:
     """Return a word as a shell wants it; braces alone, as of placeholders, need no quotes."""
     bare = word.replace("{", "").replace("}", "")
-    return word if bare == shlex.quote(bare) or not bare else shlex.quote(word)
+    return word if word and (not bare or bare == shlex.quote(bare)) else shlex.quote(word)

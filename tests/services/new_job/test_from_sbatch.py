@@ -1,0 +1,63 @@
+"""`tula init --from-sbatch`: what a job says after each of the scripts in tests/fixtures/sbatch/typed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tula_cli.errors import SpecError
+from tula_cli.services.new_job.from_command import FromCommand
+from tula_cli.services.new_job.from_sbatch import from_sbatch
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.yaml_text import parse_yaml
+
+SCRIPTS = Path(__file__).parents[2] / "fixtures/sbatch/typed"
+EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((SCRIPTS / "expected.yaml").read_text())
+
+
+def made(name: str) -> FromCommand:
+    return from_sbatch((SCRIPTS / f"{name}.sbatch").read_text(), f"{name}.sbatch")
+
+
+def loaded(job: FromCommand) -> JobSpec:
+    text = job.text if job.complete else job.text.replace("  # length: {epochs: 90}", "  length: {epochs: 90}")
+    return validate(parse_yaml(text, source="job.yaml"), source="job.yaml")
+
+
+def test_every_script_has_its_row() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.sbatch")} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if "refused" not in row])
+def test_a_script_is_a_job(name: str) -> None:
+    job, row = made(name), EXPECTED[name]
+    spec = loaded(job)
+    assert spec.script is not None and spec.cluster.slurm is not None
+    assert spec.name == row.get("name", spec.name)
+    assert (spec.script.launch, spec.cluster.gpus_per_node, job.recognised.nodes, spec.script.reference.batch) == (
+        row["launch"], row["per_node"], row["nodes"], row["batch"],
+    )  # fmt: skip
+    assert row["nodes"] in spec.search.nodes
+    for key in ("epochs", "steps"):
+        assert key not in row or getattr(spec.script.length, key) == row[key]
+    slurm = spec.cluster.slurm.model_dump()
+    assert {key: slurm[key] for key in row["slurm"]} == row["slurm"]
+    setup = "\n".join(slurm["setup"] or [])
+    assert all(line in setup.splitlines() for line in row.get("setup", []))
+    assert "not_setup" not in row or row["not_setup"] not in setup
+    assert row.get("warning", "") in " ".join(job.warnings)
+
+
+@pytest.mark.parametrize("name", [name for name, row in EXPECTED.items() if "refused" in row])
+def test_a_script_that_is_more_than_one_command_is_refused_with_its_line(name: str) -> None:
+    with pytest.raises(SpecError) as told:
+        made(name)
+    assert EXPECTED[name]["refused"] in told.value.message
+    assert told.value.hint
+
+
+def test_words_of_an_array_reach_the_command_as_they_are() -> None:
+    script = made("array_and_heredoc").recognised.script
+    assert script["command"] == "python t.py --epochs {epochs} --lr {lr} --batch-size {local_batch} --name 'a b'"

@@ -1,0 +1,176 @@
+"""Command lines as people type them (tests/fixtures/commands/typed.yaml), and words that have to reach the ranks as they are."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tula_cli.errors import SpecError
+from tula_cli.services.new_job.from_command import from_command
+from tula_cli.spec.load import validate
+from tula_cli.spec.scripts.launchers import Known, Unknown
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, render
+from tula_cli.spec.scripts.recognition import recognise
+from tula_cli.spec.yaml_text import parse_yaml
+
+ROWS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[2] / "fixtures/commands/typed.yaml").read_text())
+READ = [row for row in ROWS if "refused" not in row]
+REFUSED = [row for row in ROWS if "refused" in row]
+
+
+@pytest.mark.parametrize("row", READ, ids=lambda row: row["command"][:60])
+def test_a_command_is_understood(row: dict[str, Any]) -> None:
+    found = recognise(row["command"])
+    told = {
+        "launch": found.script["launch"],
+        "per_node": found.gpus_per_node or 1,
+        "nodes": found.nodes,
+        "batch": found.script["reference"]["batch"],
+        "lr": found.script["reference"].get("lr"),
+        "wrapper": list(found.wrapper),
+        **found.script.get("length", {}),
+    }
+    asked = {key: value for key, value in row.items() if key not in ("command", "environment")}
+    assert {key: told.get(key) for key in asked} == asked
+    assert all(f"{name}={value}" in found.script["command"] for name, value in row.get("environment", {}).items())
+    assert f"global batch {row['batch']}" in found.summary
+    validate(
+        {"script": {"length": {"epochs": 1}, **found.script}, "train": {"accumulate": found.accumulate}}, source="row"
+    )
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["command"][:60])
+def test_what_is_not_known_is_named_and_never_guessed(row: dict[str, Any]) -> None:
+    with pytest.raises(SpecError) as told:
+        recognise(row["command"])
+    assert row["refused"] in told.value.message + told.value.hint
+    assert told.value.hint
+
+
+@pytest.mark.parametrize(
+    ("line", "answers", "per_node", "batch"),
+    [
+        ("torchrun --nproc_per_node=$N t.py -b 8", {"processes per node": "4"}, 4, 32),
+        ("python t.py --gpus 4 -b 8", {"processes per node": "2"}, 2, 16),
+        ("srun python t.py -b 8", {"processes per node": "2"}, 2, 16),
+        ("bash dist.sh -b 8", {"processes per node": "8"}, 8, 64),
+        ("torchrun --nproc_per_node 4 t.py --train_batch_size 64", {"batch of --train_batch_size": "all"}, 4, 64),
+        ("torchrun --nproc_per_node 4 t.py --train_batch_size 64", {"batch of --train_batch_size": "one"}, 4, 256),
+        (
+            "torchrun --nproc_per_node 4 t.py -b 2 --gradient_accumulation_steps 8",
+            {"micro-batches of --gradient_accumulation_steps": "all"},
+            4,
+            16,
+        ),
+        (
+            "torchrun --nproc_per_node 4 t.py --n 2 --wd 8",
+            {"option of the batch": "--n", "batch of --n": "one"},
+            4,
+            8,
+        ),
+    ],
+)
+def test_an_answer_settles_what_was_asked(line: str, answers: dict[str, str], per_node: int, batch: int) -> None:
+    asked: list[str] = []
+    for _ in range(len(answers)):
+        with pytest.raises(Unknown) as unknown:
+            recognise(line, Known({key: answers[key] for key in asked}))
+        assert unknown.value.question and unknown.value.hint
+        asked.append(unknown.value.key)
+    assert set(asked) == answers.keys()
+    found = recognise(line, Known(answers))
+    assert (found.gpus_per_node, found.script["reference"]["batch"]) == (per_node, batch)
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "batch"),
+    [
+        ("torchrun --nproc_per_node 4 t.py --bz {local_batch=64}", "python t.py --bz {local_batch}", 256),
+        ("torchrun --nproc_per_node 4 t.py --bz={batch=64}", "python t.py --bz={batch}", 64),
+        (
+            "torchrun --nproc_per_node 4 t.py --m {micro_batch=2} --k {accumulate_total=8}",
+            "python t.py --m {micro_batch} --k {accumulate_total}",
+            16,
+        ),
+        ("python t.py --gpus {gpus_per_node=4} -b 8", "python t.py --gpus {gpus_per_node} -b {local_batch}", 32),
+    ],
+)
+def test_a_placeholder_says_the_number_of_today(line: str, command: str, batch: int) -> None:
+    found = recognise(line)
+    assert (found.script["command"], found.script["reference"]["batch"]) == (command, batch)
+
+
+def test_a_placeholder_without_a_number_in_it_is_refused() -> None:
+    with pytest.raises(SpecError, match="'lots' is no value of"):
+        recognise("python t.py --bz {local_batch=lots}")
+
+
+def test_only_an_option_that_may_be_a_batch_is_proposed_for_one() -> None:
+    with pytest.raises(SpecError) as told:
+        recognise("python main.py --arch 50 --bz 64")
+    assert "--bz {local_batch" in told.value.hint and "--arch {" not in told.value.hint
+    with pytest.raises(SpecError) as told:
+        recognise("python main.py --arch 50")
+    assert "--arch {" not in told.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [("add_argument('--local_rank')", "--local_rank={local_rank} "), ("'--local-rank'", "--local-rank={local_rank} "), ("", "")],
+)  # fmt: skip
+def test_launch_without_use_env_hands_on_the_rank_as_the_script_takes_it(text: str, flag: str, tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(text)
+    found = recognise("python -m torch.distributed.launch --nproc_per_node 2 t.py -b 4", Known(folder=tmp_path))
+    assert found.script["command"] == f"python t.py {flag}-b {{local_batch}}"
+
+
+def test_accelerate_reads_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("num_processes: 8\nnum_machines: 2\n")
+    found = recognise("accelerate launch --config_file c.yaml t.py -b 4", Known(folder=tmp_path))
+    assert (found.gpus_per_node, found.nodes, found.script["reference"]["batch"]) == (4, 2, 32)
+
+
+# --- every word
+
+WORDS = st.lists(
+    st.one_of(
+        st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=12),
+        st.text("ab '\"\\\n\t\r$`%{}=,.*?[]~#;|&<>()!-é\u2028\x85\x1b", max_size=8),
+        st.sampled_from(["", "b=", "--flag", "{x}", "{{batch}}", "%s", "$HOME", "a=b c", "--x=", "-", "--", "{}", "\\", "'", "\n"]),
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+def _is_free(word: str) -> bool:
+    """Tell whether a word stands for itself: no placeholder, and no option that has a meaning."""
+    return not any(f"{{{name}" in word for name in PLACEHOLDERS) and not any(ch.isdigit() for ch in word)
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+@given(words=WORDS)
+def test_every_word_reaches_the_ranks_bit_for_bit(kind: Any, words: list[str]) -> None:
+    words = [f":{word}" if word.startswith("-") else word for word in words if _is_free(word)]
+    line = shlex.join(
+        ["torchrun", "--nproc_per_node=2", "train.py", "--batch-size", "8", "--epochs", "3", "--", *words]
+    )
+    spec = validate(parse_yaml(from_command(line, kind).text, source="job.yaml"), source="job.yaml")
+    assert spec.script is not None
+    ranks = render(spec.script.command, {"local_batch": 8, "epochs": 3})
+    assert ranks == ["python", "train.py", "--batch-size", "8", "--epochs", "3", "--", *words]
+
+
+@given(words=WORDS)
+def test_wrappers_reach_the_ranks_bit_for_bit(words: list[str]) -> None:
+    words = [f"+{word}" for word in words if _is_free(word) and "/" not in word]
+    line = shlex.join(["wrap", *words, "torchrun", "--nproc_per_node=2", "t.py", "-b", "8", "--epochs", "3"])
+    for kind in ("local", "slurm"):
+        spec = validate(parse_yaml(from_command(line, kind).text, source="job.yaml"), source="job.yaml")
+        assert spec.script is not None
+        wrapper = spec.cluster.slurm.wrapper if spec.cluster.slurm else None
+        ranks = [*(wrapper or []), *render(spec.script.command, {"local_batch": 8, "epochs": 3})]
+        assert ranks == ["wrap", *words, "python", "t.py", "-b", "8", "--epochs", "3"]

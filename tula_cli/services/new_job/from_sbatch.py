@@ -1,0 +1,264 @@
+"""`tula init --from-sbatch`: a job file from a script of sbatch: its #SBATCH lines, its set-up and its command."""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tula_cli.cluster.slurm.partitions import Setting, Site, parse_gres, parse_minutes, word, write_settings
+from tula_cli.errors import SpecError
+from tula_cli.services.new_job.from_command import (
+    FromCommand,
+    shell_settings,
+    with_batches,
+    with_length,
+    written_around,
+)
+from tula_cli.spec.scripts.command_text import training_command
+from tula_cli.spec.scripts.launchers import Known, slurm_options
+from tula_cli.spec.scripts.options import Option
+from tula_cli.spec.scripts.proposal import missing
+from tula_cli.spec.scripts.recognition import Recognised, recognise_command
+from tula_cli.spec.scripts.shell import Word
+from tula_cli.spec.slurm_options import ROOM
+from tula_cli.words import plural
+
+_MINUTES = 20  # of a measuring job, in which the script starts once a batch
+_SETTINGS = {"partition": "partition", "account": "account", "qos": "qos", "constraint": "constraint",
+             "reservation": "reservation", "exclude": "exclude", "mem": "memory"}  # fmt: skip
+"""Options of sbatch that are settings of cluster.slurm as they are."""
+_SIZES = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node", "gpus_per_task", "cpus_per_task",
+          "cpus_per_gpu", "time", "job_name", "exclusive", "chdir"}  # fmt: skip
+_LEFT_OUT = {
+    "array": "a job of tula is one training; each of its own values is a job file",
+    "dependency": "tula makes the chain of a training's jobs itself",
+    **dict.fromkeys(("output", "error", "open_mode", "input"), "what jobs print is kept in the run's logs"),
+    **dict.fromkeys(("requeue", "no_requeue", "signal"), "tula asks the script to save and goes on in the next job itself"),
+    **dict.fromkeys(("wait", "parsable", "quiet", "verbose", "test_only", "hold", "wrap"), "it is about submitting, which tula does"),
+    **dict.fromkeys(("ntasks_per_gpu", "gpu_bind", "label", "unbuffered", "kill_on_bad_exit"), "tula starts one process for each GPU"),
+    **dict.fromkeys(("begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min"), "it is about one job, and tula submits several"),
+}  # fmt: skip
+_COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a script asks SLURM for."""
+
+    options: Mapping[str, Option] = field(default_factory=dict)  # by long names with underscores
+    others: Mapping[str, str | bool] = field(default_factory=dict)  # those that nothing is known of
+
+    def text(self, name: str) -> str:
+        return self.options[name].value.text if name in self.options else ""
+
+    def count(self, name: str, default: int = 0) -> int:
+        """Return a number; the least of a range.
+
+        Raises:
+            SpecError: it is none.
+        """
+        if not (text := self.text(name)):
+            return default
+        if not (match := re.match(r"\d+(?=$|[-,:])", text)) or not int(match[0]):
+            raise SpecError(f"#SBATCH {self.options[name].written}: {text!r} is no number", "give the number")
+        return int(match[0])
+
+    @property
+    def nodes(self) -> int:
+        return self.count("nodes", 1)
+
+    @property
+    def tasks_per_node(self) -> int:
+        total = self.count("ntasks")
+        return self.count("ntasks_per_node") or (max(1, total // self.nodes) if total else 1)
+
+    @property
+    def gpus(self) -> tuple[int, str, str]:
+        """GPUs of a node, their type, and the form in which they are asked for; 0: none are."""
+        ways = (("gres", 1), ("gpus_per_node", 1), ("gpus_per_task", self.tasks_per_node), ("gpus", 1 / self.nodes))
+        for name, times in ways:
+            text = self.text(name)
+            gpus = parse_gres(text if name == "gres" else f"gpu:{text}") if text else ()
+            if gpus:
+                form = name if name in ("gres", "gpus_per_task") and "," not in text else "gpus_per_node"
+                return max(1, int(gpus[0].count * times)), gpus[0].type, form
+        return 0, "", "none"
+
+    @property
+    def other_resources(self) -> str:
+        return ",".join(part for part in self.text("gres").split(",") if part and not part.startswith("gpu"))
+
+
+def from_sbatch(
+    text: str, source: str, offered: Site | None = None, *, answers: Mapping[str, str] | None = None
+) -> FromCommand:
+    """Return a commented job file for a script of sbatch.
+
+    Args:
+        text: of the script.
+        source: the name of its file.
+        offered: what the scheduler tells, if there is one.
+        answers: to the questions that were raised before, by their keys.
+
+    Raises:
+        Unknown: the script does not tell for certain what can be asked.
+        SpecError: the script cannot be used; the message names the line.
+    """
+    request = _read_request(text)
+    _check_folder(request)
+    gpus, _, _ = request.gpus
+    known = Known(answers or {}, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
+    command = training_command(text, keeps_setup=True, variables=_variables(request))
+    recognised = with_length(recognise_command(command, known), answers)
+    request = replace(request, options={**_of_steps(recognised), **request.options})
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
+    written = written_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
+    written = write_settings(written, [*_settings(request, recognised, offered), *shell_settings(recognised)])
+    left_out = [f"{option.written}: {_LEFT_OUT[name]}" for name, option in request.options.items() if name in _LEFT_OUT]
+    recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
+    return FromCommand(
+        with_batches(written, recognised),
+        recognised,
+        missing(recognised),
+        (*recognised.warnings, *_doubts(request, recognised)),
+    )
+
+
+def _read_request(text: str) -> _Request:
+    options: dict[str, Option] = {}
+    others: dict[str, str | bool] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if _COMMAND_STARTS.match(line):
+            break  # sbatch reads no further
+        if not (match := re.match(r"#SBATCH\s+(.*)", line)):
+            continue
+        try:
+            words = [Word(each, each) for each in shlex.split(match[1], comments=True)]
+        except ValueError as error:
+            raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
+        known, unknown, rest = slurm_options(words)
+        if rest:
+            raise SpecError(f"line {number}: {rest[0].text!r} is no option of sbatch", "correct the line")
+        options |= known
+        for each in unknown:
+            name, equals, value = each.text.lstrip("-").partition("=")
+            others[name] = value if equals else True
+    return _Request(options, others)
+
+
+def _check_folder(request: _Request) -> None:
+    if (folder := request.text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
+        raise SpecError(
+            f"#SBATCH {request.options['chdir'].written} is not kept: jobs run in the folder that tula is run in",
+            f"run tula init in {folder}",
+        )
+
+
+def _variables(request: _Request) -> dict[str, str]:
+    """Return the variables that SLURM sets in the script's job, as far as they follow from what it asks for."""
+    gpus, _, _ = request.gpus
+    tasks = request.tasks_per_node
+    counts = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), request.nodes),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), request.count("ntasks") or tasks * request.nodes),
+        **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), tasks),
+        **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus),
+        "SLURM_GPUS": gpus * request.nodes,
+        "SLURM_CPUS_PER_TASK": request.count("cpus_per_task"),
+    }
+    texts = {
+        "SLURM_JOB_NAME": request.text("job_name"),
+        "SLURM_JOB_PARTITION": request.text("partition"),
+        "SLURM_JOB_ACCOUNT": request.text("account"),
+        "SLURM_SUBMIT_DIR": str(Path.cwd()),
+    }
+    return {**{name: str(count) for name, count in counts.items() if count}, **{k: v for k, v in texts.items() if v}}
+
+
+def _of_steps(recognised: Recognised) -> dict[str, Option]:
+    """Return what srun was asked for and the #SBATCH lines may not say."""
+    return {
+        name: option
+        for name, option in recognised.slurm.items()
+        if name in {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
+    }
+
+
+def _settings(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[Setting]:
+    for name, key in _SETTINGS.items():
+        if text := request.text(name):
+            yield Setting(f"cluster.slurm.{key}", word(text), f"--{name.replace('_', '-')}")
+    gpus, kind, form = request.gpus
+    yield Setting("cluster.slurm.gpus", form, "how the script asks for them" if gpus else "the script asks for none")
+    if kind:
+        yield Setting("cluster.slurm.gpu_type", word(kind))
+    ranks = recognised.gpus_per_node or 1
+    yield Setting("cluster.gpus_per_node", str(ranks))
+    if each := request.count("cpus_per_gpu"):
+        yield Setting("cluster.slurm.cpus_per_task", str(each), "a rank, --cpus-per-gpu")
+    elif cpus := request.count("cpus_per_task"):
+        of_rank = max(1, cpus * request.tasks_per_node // ranks)
+        yield Setting("cluster.slurm.cpus_per_task", str(of_rank), f"a rank: --cpus-per-task {cpus}, {plural(request.tasks_per_node, 'task')} per node")  # fmt: skip
+    exclusive = "exclusive" in request.options
+    yield Setting(
+        "cluster.slurm.exclusive",
+        str(exclusive).lower(),
+        "whole nodes" if exclusive else "as in the script; true: whole nodes, whose times no neighbour spoils",
+    )
+    extra: dict[str, str | bool] = {
+        name.replace("_", "-"): option.value.text or True
+        for name, option in request.options.items()
+        if name not in {*_SETTINGS, *_SIZES, *_LEFT_OUT}
+    } | dict(request.others)
+    if other := request.other_resources:
+        extra["gres"] = other
+    if extra:
+        yield Setting("cluster.slurm.extra", json.dumps(extra), "other options of sbatch")
+    steps = {
+        name.replace("_", "-"): option.value.text or True
+        for name, option in recognised.slurm.items()
+        if name not in {*_SETTINGS, *_SIZES, *_LEFT_OUT}
+    }
+    if steps:
+        yield Setting("cluster.slurm.srun_extra", json.dumps(steps), "other options of srun")
+    yield from _measuring(request, offered)
+
+
+def _measuring(request: _Request, offered: Site | None) -> Iterator[Setting]:
+    """Yield what is searched, and for how long jobs may run."""
+    limit = parse_minutes(request.text("time"))
+    if limit:
+        yield Setting(
+            "cluster.slurm.minutes", str(limit), f"time limit of a training job, --time {request.text('time')}"
+        )
+    partition = next((p for p in offered.partitions if p.name == request.text("partition")), None) if offered else None
+    most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
+    nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
+    minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))
+    hours = sum(nodes) * (minutes + ROOM) / 60
+    cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
+    yield Setting("search.nodes", str(nodes), f"around the script's {request.nodes}")
+    yield Setting(
+        "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
+    )
+    yield Setting("search.max_node_hours", f"{cap:g}", f"of all measuring jobs together: {hours:.3g}")
+
+
+def _doubts(request: _Request, recognised: Recognised) -> Iterator[str]:
+    gpus, _, _ = request.gpus
+    ranks = recognised.gpus_per_node or 1
+    if not request.options:
+        yield "the script has no #SBATCH line, so what it asks for is not known: fill in section cluster"
+    if gpus and gpus != ranks:
+        yield (
+            f"the script asks for {plural(gpus, 'GPU')} per node, and its command starts"
+            f" {'1 process' if ranks == 1 else f'{ranks} processes'}: cluster.gpus_per_node is {ranks}"
+        )
+    if "nodes" in request.options and recognised.nodes != request.nodes:
+        yield (
+            f"the script asks for {plural(request.nodes)}, and its command runs on {recognised.nodes}: the global batch of today"
+            f" is that of {recognised.nodes}"
+        )

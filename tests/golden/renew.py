@@ -25,8 +25,8 @@ SHOWN = 40  # lines of one case's differences
 
 def report(name: str, lines: list[str]) -> None:
     """Print what has changed in a case."""
-    print(f"== {name}")
-    print("\n".join(lines[:SHOWN]))
+    print(f"== {name}" if len(lines) > 1 else f"== {name}: {lines[0].strip()}")
+    print("\n".join(lines[:SHOWN] if len(lines) > 1 else []), end="\n" if len(lines) > 1 else "", flush=True)
     if len(lines) > SHOWN:
         print(f"  and {len(lines) - SHOWN} more lines: git diff tests/golden")
 

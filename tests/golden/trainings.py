@@ -17,15 +17,25 @@ WEIGHTS = HERE / "weights"
 TOLERANCE = 1e-5
 """Of weights and metrics under another torch or on another kind of CPU; where both are known they are the same bit for bit."""
 PROGRAM = """
-import hashlib, json, sys, torch
-for line in sys.stdin:
-    state = torch.load(line.strip(), weights_only=True, map_location="cpu")["model"]
+import hashlib, json, os, sys, torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+def read(path):
+    if os.path.isdir(path):
+        dcp_to_torch_save(path, path + ".whole")
+        path += ".whole"
+    state = torch.load(path, weights_only=True, map_location="cpu")["model"]
     digest = hashlib.sha256()
-    for name, value in state.items():
+    for name, value in sorted(state.items()):
         digest.update(name.encode() + value.contiguous().numpy().tobytes())
     weights = {name: value.double().flatten().tolist() for name, value in state.items()}
     key = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
-    print(json.dumps({"key": key, "hash": digest.hexdigest()[:16], "weights": weights}), flush=True)
+    return {"key": key, "hash": digest.hexdigest()[:16], "weights": weights}
+for line in sys.stdin:
+    try:
+        answer = read(os.path.realpath(line.strip()))
+    except Exception as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -72,7 +82,7 @@ TRAININGS = (
     method("lrs", **WARM_UP),
     method("lars", **WARM_UP),
     method("lamb", **ADAM, **WARM_UP),
-    method("polo", nodes=2, **WARM_UP),
+    method("polo", nodes=2, train__epochs="7", **WARM_UP),
     method("adascale", nodes=2),
     method("static"),
     method("ortho", **WARM_UP),
@@ -98,7 +108,7 @@ class Weights:
         )
 
     def read(self, path: str) -> dict[str, Any]:
-        """Return `key` (of torch and CPU), `hash` and `weights` of a checkpoint."""
+        """Return `key` (of torch and CPU), `hash` and `weights` of a checkpoint, or `error`."""
         assert self.reader.stdin is not None and self.reader.stdout is not None
         self.reader.stdin.write(path + "\n")
         self.reader.stdin.flush()
@@ -132,6 +142,8 @@ def run(training: Training, commands: Commands, weights: Weights) -> tuple[Outco
     if outcome.data["exit_code"]:
         return outcome, {}
     state = weights.read(answer["data"]["weights"])
+    if "error" in state:
+        return Outcome(outcome.data, {"weights": state["error"]}), {}
     metrics = {name: answer["data"][name] for name in ("metrics", "best_loss", "best_top1", "best_epoch")}
     data = without_measurements(outcome.data) | {"exit_codes_before": codes}
     sentences = {place: text for place, text in outcome.sentences.items() if place != "stderr"}  # it has times

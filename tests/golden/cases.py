@@ -238,7 +238,7 @@ CASES = (
     Case("recommend-self-tuned", "ramped", "recommend --json --objective accuracy-time"),
     # --- a chain of jobs on SLURM
     Case("status-chain", "chain", "status --json", slurm=True),
-    Case("train-chain", "chain", "train queued.yaml --nodes 1 --batch 32 --json --no-wait", slurm=True),
+    Case("train-chain", "chain", "train queued.yaml --nodes 1 --batch 32 --json --no-wait", slow=True, slurm=True),
     Case("cancel-chain", "chain", "cancel --json", slurm=True),
     Case("train-slurm-dry-run", "pending", "train --dry-run --json --nodes 2 --batch 32", slurm=True),
     # --- damaged

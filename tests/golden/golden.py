@@ -37,7 +37,9 @@ OF_MACHINE = (
     "python",
     "system",
 )
-TIME_KEYS = re.compile(r"(^|_)(at|time)$")
+TIME_KEYS = re.compile(r"(^|_)(at|time|changed)$")
+SINCE_KEYS = ("wait",)
+"""Seconds until now."""
 
 Value = Any
 Flat = dict[str, Value]
@@ -89,6 +91,8 @@ class Normaliser:
             return "<of the machine>"
         if isinstance(value, str):
             return "<version>" if key == "tula" else self.text(value)
+        if key in SINCE_KEYS and isinstance(value, float):
+            return "<seconds>"
         if isinstance(value, int | float) and TIME_KEYS.search(key) and value > 1.6e9:
             return "<time>"
         return value

@@ -88,7 +88,7 @@ class Normaliser:
         if isinstance(value, list):
             return [self.value(inner, key) for inner in value]
         if key in OF_MACHINE and value:
-            return "<of the machine>"
+            return "<machine>"
         if isinstance(value, str):
             return "<version>" if key == "tula" else self.text(value)
         if key in SINCE_KEYS and isinstance(value, float):

@@ -10,12 +10,13 @@ import json
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 RUNS, WORK = HERE / "runs", HERE / "work"
-FOLDER, HOST = "@FOLDER@", "recorder"
+FOLDER, TULA, PYTHON, HOST = "@FOLDER@", "@TULA@", "@PYTHON@", "recorder"
 LEFT_OUT = re.compile(
     r"(^|/)(\.inspections|\.reserve$|.*\.zip$|.*\.lock$|calls\.jsonl$|.*_log\.(out|err)$|shim-\w+/|.*_submitted\.pkl$)|^slurm/(bin|scripts|lock)"
 )
@@ -32,7 +33,11 @@ def record(folder: Path, name: str, subfolders: tuple[str, ...] = ("tula-runs",)
     for path in sorted(paths, key=lambda path: (path.lstat().st_mtime_ns, str(path))):
         relative = str(path.relative_to(folder))
         if not LEFT_OUT.search(relative):
-            files[relative] = {"link": os.readlink(path)} if path.is_symlink() else _stored(path.read_bytes(), folder)
+            files[relative] = (
+                {"link": os.readlink(path).replace(str(folder), FOLDER)}
+                if path.is_symlink()
+                else _stored(path.read_bytes(), folder)
+            )
     RUNS.mkdir(exist_ok=True)
     (RUNS / f"{name}.json").write_text(json.dumps(files, indent=0) + "\n")
 
@@ -43,7 +48,9 @@ def _stored(content: bytes, folder: Path) -> Any:
         text = content.decode()
     except UnicodeDecodeError:
         return {"base64": base64.b64encode(content).decode()}
-    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, text.replace(str(folder), FOLDER))
+    for path, name in ((folder, FOLDER), (sys.prefix, PYTHON), (sys.base_prefix, PYTHON), (HERE.parents[1], TULA)):
+        text = text.replace(str(path), name)
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", HOST, text)
     with contextlib.suppress(ValueError):
         text = json.dumps(json.loads(text), ensure_ascii=False) + "\n" if text.startswith("{") else text
     return text.split("\n")
@@ -56,7 +63,7 @@ def lay_out(name: str, folder: Path) -> None:
         path = folder / relative
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(stored, dict) and "link" in stored:
-            path.symlink_to(stored["link"])
+            path.symlink_to(stored["link"].replace(FOLDER, str(folder)))
         elif isinstance(stored, dict):
             path.write_bytes(base64.b64decode(stored["base64"]))
         else:

@@ -95,7 +95,7 @@ TRAININGS = (
     Training("robust-ags", {"train.method": "ags", "ags.preset": "robust"}, nodes=2),
     Training("out-of-memory", {"model.name": "tiny:Slow", "model.args": "{fits: 8}", "train.method": "ags"}),
     Training("parallel-fsdp", {"train.parallel": "fsdp", "train.method": "ags"}, nodes=2, slow=False),
-    Training("resumed", {"model.name": "mendable:Net", "model.args": "{}"}, batch=16, mended=True, slow=False),
+    Training("resumed", {"model.name": "mendable:Net", "model.args": "{}"}, batch=16, mended=True),
 )
 
 
@@ -157,12 +157,15 @@ def weight_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -
         return []
     pairs = [dict(flatten({part: state[part] for part in ("weights", "metrics")})) for state in (expected, actual)]
     lines = [f"the hash is {actual['hash']} with {actual['key']}, expected {known}"] if known else []
+    changed: dict[str, list[float]] = {}
     for place in sorted({*pairs[0], *pairs[1]}):
         before, now = (flat.get(place) for flat in pairs)
         numbers = isinstance(before, int | float) and isinstance(now, int | float)
-        if not (numbers and math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE)):  # type: ignore[arg-type]
+        if not numbers:
             lines.append(f"{place}: {before!r}, now {now!r}")
-    return lines
+        elif not math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=TOLERANCE):  # type: ignore[arg-type]
+            changed.setdefault(place.partition("[")[0], []).append(abs(now - before))  # type: ignore[operator]
+    return lines + [f"{name}: {len(by)} changed, by {max(by):.3g} at most" for name, by in changed.items()]
 
 
 def load_weights(name: str) -> dict[str, Any] | None:

@@ -211,7 +211,7 @@ CASES = (
     Case("list-trained", "trained", "list --json"),
     Case("list-table", "trained", "list"),
     Case("clean-dry-run", "trained", "clean --dry-run --json --keep best"),
-    Case("clean-all", "trained", "clean --yes --json", shows=("tula-runs/*/train/*/checkpoints/*",)),
+    Case("clean-all", "trained", "clean --yes --json --quiet", shows=("tula-runs/*/train/*/checkpoints/*",)),
     Case("export-unknown", "trained", "export --to nowhere --json"),
     python("python-status", "trained", "show(rows(tula.status('trained.yaml').frame()))"),
     python("python-report-text", "trained", "print(tula.report_text('trained.yaml'))"),

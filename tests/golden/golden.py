@@ -27,6 +27,7 @@ NOTES = re.compile(
 """They say whether a case was the first to build a job's model, which differs with the cases that are run."""
 OF_MACHINE = (
     "hardware",
+    "held",  # bytes on disk, links included
     "capacity",
     "cpus",
     "gpus",
@@ -87,7 +88,7 @@ class Normaliser:
             return {self.text(name): self.value(inner, name) for name, inner in value.items()}
         if isinstance(value, list):
             return [self.value(inner, key) for inner in value]
-        if key in OF_MACHINE and value:
+        if key in OF_MACHINE and value and (key, type(value)) != ("gpus", str):
             return "<machine>"
         if isinstance(value, str):
             return "<version>" if key == "tula" else self.text(value)

@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 # Processes that share the tests: two of them wait for a cluster and for whole jobs more than they compute.
 PROCESSES ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 SEED ?= 0
+comma := ,
 # What kills trainings on a SLURM cluster at random moments, and what does to them one by one what clusters do.
 CHAOS := soak-4-nodes-1 soak-16-nodes-1 chaos killed-at-calls cached-attributes full-disk recovery links growing-chain
 
-.PHONY: help quickstart test test-slurm proof chaos gpu slurm-packages browser-packages debian-packages check collected format lint types contracts docs install clean
+.PHONY: help quickstart test test-slurm proof golden chaos gpu slurm-packages browser-packages debian-packages check collected format lint types contracts docs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -41,6 +42,9 @@ test: install ## run all tests but those of `make proof`
 
 proof: install slurm-packages ## run what takes long, in parts that need not run again (SEED=0, BUDGET=3m, PARTS=; Debian, root)
 	$(BIN)/python tests/proof.py --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(PARTS)
+
+golden: install ## renew what the golden tests expect, and show what that changes (CASES=recommend,train-method-ags)
+	$(BIN)/python tests/golden/renew.py $(subst $(comma), ,$(CASES))
 
 chaos: install slurm-packages ## kill trainings on a SLURM cluster at the moments that SEED=0 gives, and hold them against undisturbed ones
 	TULA_REQUIRE_SLURM=1 $(BIN)/python tests/proof.py --seed $(SEED) $(CHAOS)

@@ -47,6 +47,8 @@ def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float) ->
     return Part(f"soak-{nodes}-nodes-{number}", minutes, ("tests/slurm/soak.py", *options))
 
 
+ALL = ("-m", "proof or not proof")
+"""Of a module also the tests that `make test` runs."""
 GPU = ("--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")
 """Under another torch all stages run; under the newest one, those that ask torch for something of their own."""
 SHORT = ("-m", "not proof and not torch", *(f"tests/{room}" for room in ("cli", "models", "spec", "services", "show")))
@@ -65,6 +67,8 @@ PARTS = (
     cases("fuzzed-specs", 0.3, "tests/spec/test_fuzzed_specs.py"),
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
     cases("stages-by-noise", 0.15, "tests/worker/train/watching/test_stage_control.py"),
+    cases("golden-commands", 1.0, "tests/golden/test_golden_commands.py", *ALL),
+    cases("golden-trainings", 2.0, "tests/golden/test_golden_trainings.py", *ALL),
     cases("trackers", 0.25, "tests/services/exporting/test_trackers.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
     cases("compiled", 1.0, "tests/worker/build/test_compiled.py"),

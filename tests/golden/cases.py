@@ -1,0 +1,264 @@
+"""The cases: a command line, or Python code with the public API, and the recorded run that it is about."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command on one run.
+
+    Args:
+        name: `COMMAND-WHAT`.
+        run: a recorded run; empty for none.
+        words: the command line.
+        code: Python code in place of it; what it prints is JSON.
+        edit: changes the folder before the command.
+        shows: files, by pattern, that the command has written and that are compared too.
+        slurm: a SLURM is on PATH, which knows the jobs of the recorded run.
+        slow: only in `make proof`.
+    """
+
+    name: str
+    run: str = ""
+    words: str = ""
+    code: str = ""
+    edit: Callable[[Path], None] | None = None
+    shows: tuple[str, ...] = ()
+    slurm: bool = False
+    slow: bool = False
+
+
+# --- what is done to recorded runs
+
+
+def first(folder: Path, pattern: str) -> Path:
+    return min(folder.glob(f"tula-runs/*/{pattern}"))
+
+
+def cut(pattern: str) -> Callable[[Path], None]:
+    """Return an edit that leaves half of the first file of a pattern."""
+
+    def edit(folder: Path) -> None:
+        path = first(folder, pattern)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+
+    return edit
+
+
+def removed(*patterns: str) -> Callable[[Path], None]:
+    """Return an edit that removes files of a run."""
+
+    def edit(folder: Path) -> None:
+        for pattern in patterns:
+            for path in list(folder.glob(f"tula-runs/*/{pattern}")):
+                path.unlink()
+
+    return edit
+
+
+def of_later_format(folder: Path) -> None:
+    first(folder, "format").write_text("99 tula 7.0.0\n")
+
+
+def with_job(**changes: object) -> Callable[[Path], None]:
+    """Return an edit that writes job.yaml: the job `trained` with other sections, or without those that are None."""
+
+    def edit(folder: Path) -> None:
+        lines = []
+        text = (folder / "trained.yaml").read_text()
+        for section in ("\n" + text).split("\n"):
+            if section and not section.startswith(" "):
+                lines.append([section.partition(":")[0], section])
+            elif section:
+                lines[-1][1] += f"\n{section}"
+        sections = dict(lines) | {name: f"{name}: {json.dumps(value)}" for name, value in changes.items()}
+        (folder / "job.yaml").write_text(
+            "".join(f"{text}\n" for name, text in sections.items() if changes.get(name, 0) is not None)
+        )
+
+    return edit
+
+
+def written(name: str, text: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return edit
+
+
+# --- what Python code prints
+
+PRINT = """
+import json, math, warnings
+import tula_cli as tula
+warnings.simplefilter("ignore")
+def show(value):
+    print(json.dumps(value, default=str))
+def rows(frame):
+    return json.loads(frame.to_json(orient="records", double_precision=15))
+"""
+FAILS = """
+try:
+    {call}
+    show("no error")
+except tula.TulaError as error:
+    show({{"class": type(error).__name__, "exit_code": error.exit_code, "message": error.message, "hint": error.hint, "problems": [str(p) for p in getattr(error, "problems", ())]}})
+"""
+
+
+def python(name: str, run: str, code: str, **options: object) -> Case:
+    return Case(name, run, code=PRINT + code, **options)  # type: ignore[arg-type]
+
+
+def fails(name: str, run: str, call: str) -> Case:
+    return python(name, run, FAILS.format(call=call))
+
+
+SLURM_JOB = {
+    "kind": "slurm",
+    "device": "cpu",
+    "gpus_per_node": 2,
+    "slurm": {"partition": "main", "minutes": 30, "extra": {"mail-type": "END"}},
+}
+
+CASES = (
+    # --- before there is a run
+    Case("tula-version", words="--version"),
+    Case("tula-unknown-command", words="profil"),
+    Case("tula-unknown-option", words="status --jsn"),
+    Case("tula-no-command"),
+    Case("init-local", words="init --json", shows=("job.yaml",)),
+    Case("init-slurm", words="init slurm -o slurm.yaml --json", shows=("slurm.yaml",)),
+    Case("init-exists", words="init --json", edit=written("job.yaml", "name: mine\n")),
+    Case("init-from-command", words="init --from-command 'own_train.py --batch 8 --lr 0.1 --epochs 3' --json", shows=("job.yaml",)),
+    Case("check-job", words="check trained.yaml --json"),
+    Case("check-origin", words="check trained.yaml --show-origin --offline --json --set train.epochs=7"),
+    Case("check-slurm", words="check job.yaml --offline --json", edit=with_job(cluster=SLURM_JOB), slurm=True),
+    Case("check-script", words="check script.yaml --json"),
+    Case("check-types", words="check types.yaml --json --offline"),
+    Case("check-missing-file", words="check nowhere.yaml --json"),
+    Case("check-no-yaml", words="check job.yaml --json", edit=written("job.yaml", "name: [1, 2\n")),
+    Case("check-unknown-key", words="check job.yaml --json --offline", edit=with_job(trian={"epochs": 2})),
+    Case("check-many-problems", words="check job.yaml --json --offline", edit=with_job(train={"epochs": 0, "precision": "fp8", "metod": "ags"}, optimizer={"name": "SGD"})),
+    Case("check-bad-set", words="check trained.yaml --json --offline --set train.epochs=many"),
+    Case("check-no-such-model", words="check job.yaml --json", edit=with_job(model={"name": "tiny:nett"}), slow=True),
+    Case("check-model-fails", words="check job.yaml --json", edit=with_job(model={"name": "tiny:net", "args": {"width": 3}}), slow=True),
+    Case("check-site", words="check site.yaml --site --json", edit=written("site.yaml", "cluster: {slurm: {partition: main, acount: lab}}\n")),
+    Case("profile-dry-run", words="profile trained.yaml --dry-run --json"),
+    Case("profile-over-budget", words="profile trained.yaml --yes --json --set search.max_node_hours=0.0001"),
+    Case("profile-not-confirmed", words="profile trained.yaml --json"),
+    Case("profile-slurm-dry-run", slow=True, words="profile queued.yaml --dry-run --json", slurm=True),
+    Case("profile-strategies", words="profile trained.yaml --dry-run --json --set search.strategy=partial"),
+    Case("profile-no-sbatch", slow=True, words="profile queued.yaml --yes --json"),
+    Case("status-no-run", words="status --json"),
+    Case("recommend-no-run", words="recommend --json"),
+    Case("recommend-not-measured", words="recommend trained.yaml --json"),
+    Case("train-not-measured", words="train trained.yaml --dry-run --json"),
+    Case("list-no-run", words="list --json"),
+    # --- probes that wait
+    Case("status-pending", "pending", "status --json", slurm=True),
+    Case("profile-pending", "pending", "profile queued.yaml --json --no-wait", slurm=True, slow=True),
+    Case("recommend-pending", "pending", "recommend --json", slurm=True),
+    Case("cancel-pending", "pending", "cancel --json", slurm=True),
+    # --- measured
+    Case("status-measured", "measured", "status --json"),
+    Case("profile-measured", "measured", "profile measured.yaml --json --yes", slow=True),
+    Case("profile-partly-measured", "measured", "profile measured.yaml --dry-run --json", edit=removed("results/*n002*", "results/*n004-l000032*"), slow=True),
+    Case("recommend-knee", "measured", "recommend --json"),
+    Case("recommend-time", "measured", "recommend --json --objective time --save", shows=("tula-runs/*/recommended.yaml", "tula-runs/*/results.csv")),
+    Case("recommend-cost", "measured", "recommend --json --objective cost"),
+    Case("recommend-accuracy-time", "measured", "recommend --json --objective accuracy-time"),
+    Case("recommend-energy", "measured", "recommend --json --objective energy"),
+    Case("recommend-cost-curve", "measured", "recommend --json --curve cost"),
+    Case("recommend-limits", "measured", "recommend --json --max-nodes 2 --max-batch 128 --deadline 1 --budget 10"),
+    Case("recommend-nodes", "measured", "recommend --json --nodes 4 --pareto"),
+    Case("recommend-impossible", "measured", "recommend --json --deadline 0.000001"),
+    Case("recommend-bad-objective", "measured", "recommend --json --objective fastest"),
+    Case("recommend-validate", "measured", "recommend --json --validate"),
+    Case("recommend-spot", "measured", "recommend --json --objective cost --set pricing.spot.discount=0.6 --set pricing.spot.interruptions_per_day=2"),
+    Case("recommend-lbt", "measured", "recommend --json --set train.method=lbt"),
+    Case("recommend-table", "measured", "recommend"),
+    Case("recommend-too-few", "measured", "recommend --json", edit=removed("results/*n00[124]-l0000[136]*", "results/*l000256*", "results/*l000128*")),
+    Case("train-measured-dry-run", "measured", "train --dry-run --json --nodes 2 --batch 256"),
+    Case("train-bad-batch", "measured", "train --dry-run --json --nodes 4 --batch 33"),
+    Case("train-ramp-dry-run", "measured", "train --dry-run --json --nodes 1 --batch 256 --set train.ramp=auto"),
+    Case("report-measured", "measured", "report --json"),
+    python("python-results", "measured", "show(rows(tula.Run.open(__import__('glob').glob('tula-runs/measured-*')[0]).results()))"),
+    python("python-recommend", "measured", "r = tula.recommend('measured.yaml', objective='cost', save=False)\nshow({'choice': [r.choice.nodes, r.choice.batch, r.choice.hours, r.choice.cost], 'rows': rows(r.frame()), 'warnings': list(r.warnings)})"),
+    fails("python-infeasible", "measured", "tula.recommend('measured.yaml', deadline_hours=1e-6)"),
+    fails("python-bad-argument", "measured", "tula.recommend('measured.yaml', nodes=0)"),
+    fails("python-no-run", "", "tula.recommend('trained.yaml')"),
+    fails("python-bad-job", "", "tula.check({'name': 'x'})"),
+    fails("python-over-budget", "", "tula.profile('trained.yaml', max_node_hours=0.0001)"),
+    # --- trained
+    Case("status-trained", "trained", "status --json"),
+    Case("status-trained-table", "trained", "status"),
+    Case("recommend-from-training", "trained", "recommend --json --from-training"),
+    Case("train-finished", "trained", "train --json --yes"),
+    Case("evaluate-known", "trained", "evaluate --json"),
+    Case("evaluate-last-dry-run", "trained", "evaluate --dry-run --json --weights last --fresh"),
+    Case("evaluate-no-training", "measured", "evaluate --json"),
+    Case("evaluate-no-such-training", "trained", "evaluate --json --training 12345678"),
+    Case("report-trained", "trained", "report --json"),
+    Case("report-markdown", "trained", "report --markdown"),
+    Case("report-csv", "trained", "report --csv -"),
+    Case("report-scaling", "measured", "report --for scaling", slow=True),
+    Case("logs-trained", "trained", "logs --json"),
+    Case("list-trained", "trained", "list --json"),
+    Case("list-table", "trained", "list"),
+    Case("clean-dry-run", "trained", "clean --dry-run --json --keep best"),
+    Case("clean-all", "trained", "clean --yes --json --quiet", shows=("tula-runs/*/train/*/checkpoints/*",)),
+    Case("export-unknown", "trained", "export --to nowhere --json"),
+    python("python-status", "trained", "show(rows(tula.status('trained.yaml').frame()))"),
+    python("python-report-text", "trained", "print(tula.report_text('trained.yaml'))"),
+    # --- out of memory, failed, types, script, comparison, self-tuned
+    Case("status-memory", "memory", "status --json"),
+    Case("recommend-memory", "memory", "recommend --json --objective time"),
+    Case("train-after-memory", "memory", "train --json --nodes 1 --batch 64 --yes"),
+    Case("status-failed", "failed", "status --json"),
+    Case("recommend-failed", "failed", "recommend --json"),
+    Case("logs-failed", "failed", "logs"),
+    Case("status-types", "types", "status --json"),
+    Case("recommend-types", "types", "recommend --json --objective cost"),
+    Case("recommend-one-type", "types", "recommend --json --objective time --type pair"),
+    Case("recommend-no-such-type", "types", "recommend --json --type triple"),
+    Case("status-script", "script", "status --json"),
+    Case("recommend-script", "script", "recommend --json --objective time"),
+    Case("train-script-dry-run", "script", "train --dry-run --json --nodes 1 --batch 16"),
+    Case("compare-show", "comparison", "compare --show --json"),
+    Case("compare-table", "comparison", "compare --show"),
+    Case("compare-dry-run", "comparison", "compare --dry-run --json --methods lbt,lrs,ags:delta=0.1 --batch 16,32"),
+    Case("compare-unknown-method", "comparison", "compare --dry-run --json --methods lbt,sgd"),
+    Case("report-comparison", "comparison", "report --json", slow=True),
+    Case("status-self-tuned", "ramped", "status --json"),
+    Case("recommend-self-tuned", "ramped", "recommend --json --objective accuracy-time"),
+    # --- a chain of jobs on SLURM
+    Case("status-chain", "chain", "status --json", slurm=True),
+    Case("train-chain", "chain", "train queued.yaml --nodes 1 --batch 32 --json --no-wait", slow=True, slurm=True),
+    Case("cancel-chain", "chain", "cancel --json", slurm=True),
+    Case("train-slurm-dry-run", "pending", "train --dry-run --json --nodes 2 --batch 32", slurm=True),
+    # --- damaged
+    Case("status-damaged-result", "trained", "status --json", edit=cut("results/*.json")),
+    Case("recommend-damaged-result", "trained", "recommend --json", edit=cut("results/*.json")),
+    Case("recommend-damaged-answer", "trained", "recommend --json", edit=cut("recommendation.json")),
+    Case("status-damaged-metrics", "trained", "status --json", edit=cut("train/*/metrics.jsonl")),
+    Case("train-damaged-task", "trained", "train --json --dry-run", edit=cut("spec.json")),
+    Case("status-later-format", "trained", "status --json", edit=of_later_format),
+    Case("diff-two-runs", "measured", "diff measured trained --json", edit=lambda folder: two_runs(folder)),
+)  # fmt: skip
+
+
+def two_runs(folder: Path) -> None:
+    """Lay the run `trained` out beside the recorded one, each under the name of its job."""
+    import recorded_runs
+
+    recorded_runs.lay_out("trained", folder)
+    for name in ("measured", "trained"):
+        (folder / name).symlink_to(
+            first(folder.parent / folder.name, "format").parent.parent
+            / next(p.name for p in (folder / "tula-runs").iterdir() if p.name.startswith(f"{name}-"))
+        )

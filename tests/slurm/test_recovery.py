@@ -11,6 +11,7 @@ import pytest
 from cluster import SlurmCluster
 from driver import PATIENCE, Tula
 
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.results import Summary
 
@@ -274,14 +275,17 @@ def test_packed_probes_share_one_allocation(tula: Tula) -> None:
 @pytest.mark.promise(
     "the run directory",
     "the nodes do not see it",
-    "the job is lost, and that and the folder are the reason that is told",
+    "the job waits for it some minutes, and that and the folder are the reason that is told",
 )
 def test_a_run_directory_that_the_nodes_do_not_see_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
     folder = on_slurm.local / "runs"
     submitted = tula("train", "job.yaml", *TWO, "--run-dir", str(folder))
     assert submitted["status"] == "pending"
-    tula.until(lambda: not queue(), seconds=60)
-    (found,) = tula("status", "--run-dir", str(folder))["data"]["jobs"]
-    assert found["state"] == "lost"
-    assert "share" in found["reason"]
-    assert str(folder) in found["reason"]
+    (reason,) = tula.until(
+        lambda: [
+            j["reason"] for j in tula("status", "--run-dir", str(folder))["data"]["jobs"] if "waits" in j["reason"]
+        ]
+    )
+    assert "No such file or directory on " in reason and "share" in reason
+    assert str(folder) in reason
+    tula("cancel", "--run", str(RunDir.newest(folder).path))

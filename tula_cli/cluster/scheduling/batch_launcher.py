@@ -116,9 +116,9 @@ class BatchLauncher:
         return state
 
     def _with_folder(self, look: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
-        """Tell of a job that ran and left nothing behind that its nodes probably do not see the run directory."""
+        """Add to a job without any log that its nodes probably do not see the run directory."""
         ran = not state.reason or state.reason.startswith(("FAILED", self.forgotten))
-        if state.state != "ended" or not ran or attempts_of(look, job):
+        if not (state.without_log or (state.state == "ended" and ran)) or attempts_of(look, job):
             return state
         if look.started_logs(job.ids):
             return state

@@ -32,6 +32,7 @@ class SchedulerState:
     held: bool = False  # it waits for its user to release it
     hopeless: bool = False  # it waits for what waiting does not bring
     without_nodes: bool = False  # it waits for nodes that are down or drained
+    without_log: bool = False  # it cannot open its log, or one before it could not
     suspended: bool = False  # it has its nodes and stands still
     released: str = ""  # which jobs of the chain tula itself has cancelled, and why
     silent: bool = False  # with "unknown": nobody answered, so that nothing must be submitted now

@@ -230,7 +230,7 @@ def _state(
     words: str, reason: str = "", starts_at: float | None = None, comment: str = "", *, id_: str = ""
 ) -> SchedulerState:
     """Return what a state of SLURM means; an unknown one is not over."""
-    name = _name(words)
+    name, without_log = _name(words), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING:
         why = why_hopeless(reason, id_)
         told = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
@@ -238,11 +238,14 @@ def _state(
         told += f": {_UNTIL_BACK}" if away else ""
         told += f" ({comment.removeprefix(OF_TULA)})" if comment.startswith(DELAYED) else ""
         held = reason == "JobHeldUser"
-        return SchedulerState("pending", told, starts_at, held=held, hopeless=bool(why), without_nodes=away)
+        return SchedulerState(
+            "pending", told, starts_at, held=held, hopeless=bool(why), without_nodes=away, without_log=without_log
+        )
     if name in RUNNING:
         stopped = name in ("STOPPED", "SUSPENDED")
         waits = comment.removeprefix(OF_TULA) if comment.startswith(WAITS) else ""
-        return SchedulerState("running", _STOPPED.format(id=id_) if stopped else waits, suspended=stopped)
+        reason = _STOPPED.format(id=id_) if stopped else waits
+        return SchedulerState("running", reason, suspended=stopped, without_log=bool(waits))
     if name in ENDED:
         meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else ENDED[name]
         meaning = comment.removeprefix(OF_TULA) if comment.startswith(GAVE_UP) else meaning

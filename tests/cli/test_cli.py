@@ -840,7 +840,7 @@ def test_logs(cluster):
 def test_cancel(cluster):
     cluster.launcher = Here("hangs")
     tula("profile", "job.yaml", "--no-wait")
-    ended = tula("cancel", newest().id)
+    ended = tula("cancel", newest().id, "--yes")
     assert ended.code == 0
     assert ended.out == "cancelled probe-n001, probe-n002\n"
     assert cluster.launcher.cancelled == ["probe-n001", "probe-n002"]

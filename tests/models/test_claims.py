@@ -4,10 +4,13 @@ import pytest
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import (
+    STREAM,
     Mismatch,
     RateSeen,
     broken_claims,
+    changed_batch,
     clean_steps,
+    dataset_size,
     differences,
     joint_steps,
     mismatches,
@@ -175,3 +178,50 @@ def test_the_base_of_a_schedule_is_what_counts() -> None:
     assert RateSeen.of(64, warming_up, 0.4) == RateSeen(64, 0.4, 0.4)
     assert RateSeen.of(64, result().lr, None) == RateSeen(64, None, 0.1)
     assert RateSeen.of(64, None, 0.1) is None
+
+
+def shards(
+    *, content: tuple[str, str] = ("a", "b"), sizes: tuple[int, int] = (160, 160), **more: object
+) -> list[RankResult]:
+    """Return ranks that each go through a dataset of their own: 20 batches of 8, in steps of two."""
+    made = ranks(**more)
+    return [
+        rank.model_copy(update={"loader": loader(dataset=size, content=part, sampler="R")})
+        for rank, size, part in zip(made, sizes, content, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "size", "agrees"),
+    [
+        (shards(), 320, True),
+        (shards(sizes=(160, 168)), 328, True),
+        (shards(content=("a", "a")), 160, False),  # each goes through all of it
+        (shards(content=("", "")), 160, False),
+        (shards(content=("", ""), expected=Expected(world=2, batch=32, dataset=320)), 320, True),
+        (shards(expected=Expected(world=2, batch=32, dataset=330)), 330, True),  # a round figure
+        (shards(expected=Expected(world=2, batch=32, dataset=160)), 160, False),  # what is given wins
+    ],
+)
+def test_steps_of_an_epoch_go_by_what_the_ranks_hold_together(seen: list[RankResult], size: int, agrees: bool) -> None:
+    assert dataset_size(seen) == size
+    assert [mismatch.what for mismatch in mismatches(seen)] == ([] if agrees else ["epoch"])
+
+
+def test_of_a_stream_a_given_size_counts_and_not_what_it_says_of_itself() -> None:
+    stream = loader(dataset=1000, sampler=STREAM, batches=60)
+    given = Expected(world=2, batch=32, accumulate=2, dataset=320)
+    assert mismatches(ranks(loader=stream, expected=given)) == []
+    assert figures(mismatches(ranks(loader=loader(batches=60)))) == [("epoch", "11", "30")]
+
+
+def test_a_batch_that_grows_among_the_first_steps_is_seen() -> None:
+    growing = (step(),) * 5 + (step(samples=64.0),) * 2
+    assert mismatches(ranks(timed=growing)) == []
+    growing = (step(),) * 4 + (step(samples=64.0),) * 3
+    assert "a step at the last trains on 128 samples" in mismatches(ranks(timed=growing))[0].words
+
+
+@pytest.mark.parametrize(("seen", "changed"), [(32.0, None), (33.0, None), (64.0, 64.0), (16.0, 16.0), (None, None)])
+def test_a_batch_has_changed_once_the_usual_step_is_another(seen: float | None, changed: float | None) -> None:
+    assert changed_batch(seen, before=32.0) == changed

@@ -829,6 +829,20 @@ def test_a_program_that_is_missing_is_told_before_anything_starts():
         assert not [text for text in check(own_job(command)).warnings if "no program" in text]
 
 
+@pytest.mark.parametrize(("name", "fails"), [("python", True), ("python3.11", True), ("python3", False)])
+def test_a_python_without_torch_is_told_before_anything_starts(tmp_path, name, fails):
+    other = tmp_path / name
+    other.write_text(f"#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit {int(fails)}\n")
+    other.chmod(0o755)
+    command = f"{other} train.py -b {{local_batch}}"
+    on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60}}}
+    words = f"{other} cannot import torch: ModuleNotFoundError: No module named 'torch'"
+    if fails:
+        with pytest.raises(SpecError, match="cannot import torch: ModuleNotFoundError"):
+            check(own_job(command))
+    assert any(words in text for text in check(own_job(command, **on_slurm)).warnings) is fails
+
+
 @pytest.mark.parametrize(
     ("nodes", "gpus", "method", "words"),
     [

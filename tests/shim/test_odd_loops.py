@@ -24,6 +24,8 @@ def test_the_optimizer_with_most_elements_is_the_clock(run: ScriptRanks, tmp_pat
     assert (seen.optimizer, seen.parameters, seen.steps) == ("torch.optim.adam.Adam", 4 * 64 + 64, 7)
     assert seen.lr is not None and seen.lr.timed == 0.2
     assert {step.backwards for step in seen.timed} == {3}
+    whole = 4 * (4 * 64 + 64 + 4 * 4 + 4)
+    assert seen.bytes is not None and seen.bytes["parameters"] == whole, "of both optimizers"
 
 
 @pytest.mark.parametrize("loop", ["closure", "frozen"])

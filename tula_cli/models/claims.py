@@ -15,6 +15,7 @@ _USUAL = 0.5  # what goes on in more than this share of the steps is how the scr
 _SAME_POWER = 0.1  # between two exponents of the batch
 STREAM = "_InfiniteConstantSampler"  # torch's, of an IterableDataset
 _SAME_BATCH = 0.1  # share by which the samples of a step may come to differ before that is a change
+_NEWEST = 3  # steps at least, in which a change shows
 _ABOUT = 0.05  # share by which a dataset_size that a person has given may be off
 
 
@@ -125,11 +126,13 @@ def _batch(ranks: Sequence[RankResult]) -> Mismatch | None:
     if expected is None or not samples or None in samples:
         return None
     known = [sample for sample in samples if sample is not None]
-    at_first, at_last = median(known), median(known[len(known) // 2 :])
-    seen = at_first if at_first != expected else at_last
+    seen, newest = median(known), known[-max(_NEWEST, len(known) // 3) :]
+    grown = seen == expected and expected not in newest  # a last batch that is smaller is no change
+    if grown:
+        seen = median(newest)
     if seen == expected:
         return None
-    later = " at the last" if at_first == expected else ""
+    later = " at the last" if grown else ""
     words = f"the command was given a batch of {expected} and a step{later} trains on {seen:g} samples"
     hint = "are {local_batch}, {micro_batch} and {accumulate} what its options mean?"
     return Mismatch("batch", str(expected), f"{seen:g}", f"{words}: {hint}")

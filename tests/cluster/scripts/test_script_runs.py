@@ -174,6 +174,7 @@ def test_a_script_that_ignores_its_batch_is_told_with_both_figures(folder: Path)
     ("what_else", "words"),
     [
         ("sys.exit()", "no optimizer step of torch was seen"),
+        ("print('this needs 2 GPUs'); sys.exit()", "the last line of the script is: this needs 2 GPUs"),
         ("options.steps = 1", "ended by itself after 4 steps"),
         ("raise KeyError('data/train')", "KeyError: 'data/train'"),
     ],

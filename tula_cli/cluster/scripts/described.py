@@ -79,7 +79,9 @@ def _missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     """
     word = shlex.split(script.command)[0]
     python = shutil.which(word) if PYTHON.fullmatch(Path(word).name) else None
-    if python is None or Path(python).parent == Path(sys.executable).parent or getattr(spec.cluster, "setup", None):
+    own = python is None or Path(python).parent == Path(sys.executable).parent
+    set_up = [options.setup for options in (spec.cluster.slurm, spec.cluster.scheduler) if options is not None]
+    if python is None or own or any(set_up):  # set-up lines may activate another
         return ()
     try:
         tried = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, timeout=IMPORT_SECONDS)

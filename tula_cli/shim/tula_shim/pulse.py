@@ -97,7 +97,7 @@ class Pulse:
 
     def load(self, path: str, written: float) -> None:
         """Write that a file was loaded before the first step."""
-        self._append(kind="load", path=path, written=written)
+        self._append(kind="load", step=0, samples=0.0, time=time.time(), path=path, written=written)
 
     def _append(self, **row: Any) -> None:
         append_row(self.plan.folder / f"steps-{self.rank}.jsonl", row)

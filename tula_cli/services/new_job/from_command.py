@@ -1,6 +1,5 @@
 """`tula init --from-command`: a job file around the command that somebody types today."""
 
-import json
 import math
 import re
 import shlex
@@ -13,7 +12,7 @@ from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm.partitions import Setting, Site
 from tula_cli.spec.scripts.launchers import Known
 from tula_cli.spec.scripts.placeholders import names
-from tula_cli.spec.scripts.proposal import Missing, job_name, missing, sections
+from tula_cli.spec.scripts.proposal import Missing, job_name, missing, sections, yaml_word
 from tula_cli.spec.scripts.recognition import Recognised, recognise
 from tula_cli.words import plural
 
@@ -124,10 +123,10 @@ def written_around(line: str, found: Recognised, kind: Literal["local", "slurm"]
 def shell_settings(found: Recognised) -> Iterator[Setting]:
     """Yield what stands around the command in a job of SLURM: words before each rank, and lines before the job."""
     if found.wrapper and _is_list(found.wrapper):
-        words = ", ".join(site.word(word) for word in found.wrapper)
+        words = ", ".join(yaml_word(word, flow=True) for word in found.wrapper)
         yield Setting("cluster.slurm.wrapper", f"[{words}]", "before the command of every rank, as in the command")
     if found.setup:
-        yield Setting("cluster.slurm.setup", json.dumps(found.setup), "before the job; without set -e a failure goes unnoticed")  # fmt: skip
+        yield Setting("cluster.slurm.setup", f"[{', '.join(yaml_word(line, flow=True) for line in found.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
 
 
 def _is_list(words: Sequence[str]) -> bool:

@@ -72,7 +72,7 @@ def sections(recognised: Recognised) -> str:
     script = recognised.script
     lines = [
         "script:",
-        f"  command: {_word(script['command'])}",
+        f"  command: {yaml_word(script['command'])}",
         f"  launch: {script['launch']} # rank: tula starts a process a GPU; node: one a node, which starts its ranks itself",
         *_length(script),
         _dataset_size(script),
@@ -154,11 +154,11 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
     args = script.get("resume", {}).get("args", "--resume {checkpoint}")
     if "resume" in script and "out" in names(script["command"]):
         yield "  resume: # without it a training that is interrupted begins anew"
-        yield f"    args: {_word(args)} # appended where there is a checkpoint"
+        yield f"    args: {yaml_word(args)} # appended where there is a checkpoint"
         yield '    checkpoint: "{out}/*" # of what matches, the newest: narrow it down to what the script saves'
         yield "    # batch: rehearse # with which batch it may go on: same, epoch (another from an epoch's end on), any"
     else:
-        yield f'  # resume: {{args: {_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
+        yield f'  # resume: {{args: {yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
 
 
 def _train(recognised: Recognised) -> Iterator[str]:
@@ -177,7 +177,7 @@ def _train(recognised: Recognised) -> Iterator[str]:
     yield "  # max_attempts: 8 # starts, or allocations, in a row that save nothing new"
 
 
-def _word(text: str, *, flow: bool = False) -> str:
+def yaml_word(text: str, *, flow: bool = False) -> str:
     """Return a text as YAML takes it, plain where that reads the same."""
     unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #|^\s|\s$"
     if text.isprintable() and not re.search(unsafe, text) and yaml.safe_load(text) == text:

@@ -244,7 +244,7 @@ class _Reader:
         for option in training:
             if option.name in _TOKENS.split():
                 raise _tokens(option)
-            if option.flag != "b=" or _fits("batch", option.value.text):  # b=x is no batch for certain
+            if option.flag.lower() != "b=" or _fits("batch", option.value.text):  # b=x is no batch for certain
                 kinds.setdefault(FLAGS.get(option.name, ""), []).append(option)
         of_all = kinds.get("batch", [])
         of_process = kinds.get("local_batch") or kinds.get("micro_batch") or []

@@ -303,12 +303,14 @@ def test_what_smaller_optimizers_of_the_model_train_is_told_to_be_unscaled(aroun
     ags.split.modules.append(weakref.ref(model := Ddp(loop.net)))
     head = torch.optim.AdamW(list(loop.net[2].parameters()), lr=0.1)  # type: ignore[arg-type]
     body = torch.optim.SGD(list(loop.net[0].parameters()), lr=0.1)  # type: ignore[arg-type]
-    for optimizer in (head, body):
+    critic = torch.optim.RMSprop(torch.nn.Linear(2, 2).parameters(), lr=0.1)  # of a smaller model, as a GAN's
+    for optimizer in (head, body, critic):
         ags.made(optimizer)
     ags.seek()
     assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
     told = [text for text in ags.said() if "not scaled" in text]
     assert len(told) == 1 and "SGD trains (56 numbers)" in told[0] and "AdamW (27 numbers)" in told[0]
+    assert "RMSprop (6 numbers)" in told[0] and "of the largest model (" in told[0]
 
 
 def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..., AgsSteps]) -> None:

@@ -155,7 +155,7 @@ class AgsSteps:
         others = [f"{full_name(one)} ({count} numbers)" for one, count in counts if count]
         if others:
             name, size = type(module).__qualname__, elements(base)
-            words = f"AGS scales what {full_name(base)} trains ({size} numbers of {name}), the largest optimizer of the largest model"
+            words = f"AGS scales what {full_name(base)} trains ({size} numbers), the largest optimizer of the largest model ({name})"
             self.notes.append(f"{words}; not scaled is what {', '.join(others)} trains")
 
     def _taken_hook(self, model: Any) -> str:

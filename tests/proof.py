@@ -79,6 +79,7 @@ PARTS = (
     cases("trainers", 0.5, "tests/shim/test_trainers.py"),
     cases("own-loop", 0.7, "tests/test_examples.py"),
     cases("checks-of-a-cluster", 1.0, "tests/slurm/test_check_on_cluster.py"),
+    cases("measuring-lock", 0.5, "tests/host/test_machine_lock.py"),
     cases("bounded-grid", 0.5, "tests/e2e/test_main_job.py"),
     cases("on-a-cluster", 2.0, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),

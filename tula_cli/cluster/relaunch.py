@@ -264,10 +264,13 @@ def blamed(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, before
     """
     if reason.outcome == "device_fault" and no_gpu(reason.message) and not _gpus_elsewhere(run, attempt):
         told = f"{reason.words}; {advice(reason.outcome, reason.message)}"
-        return dataclasses.replace(reason, outcome="user", message=told, final=True)
+        return dataclasses.replace(reason, outcome="user", message=told, final=isinstance(task, TrainTask))
     if reason.outcome == "device_error" and any(a.outcome == "device_error" for a in _alike(run, task, before)):
         return dataclasses.replace(
-            reason, outcome="user", message=f"{reason.words}, as in the attempt before", final=True
+            reason,
+            outcome="user",
+            message=f"{reason.words}, as in the attempt before",
+            final=isinstance(task, TrainTask),
         )
     return reason
 

@@ -139,7 +139,7 @@ FAILURES = (
     ),
     _pattern(
         "storage",
-        r"\A(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
+        r"\A(?=[\s\S]*^Traceback)(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
         scope="traceback",
     ),
     _pattern(

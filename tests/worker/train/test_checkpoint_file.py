@@ -18,8 +18,8 @@ from tula_cli.worker.train import checkpoint
 class Full:
     """A file on a disk that is full after some bytes."""
 
-    def __init__(self, path: Path, mode: str, *, after: int = 2**20) -> None:
-        self.file, self.left = path.open(mode), after
+    def __init__(self, path: Path, mode: str, *, after: int = 2**20, opener: Any = None) -> None:
+        self.file, self.left = open(path, mode, opener=opener), after  # noqa: SIM115 - closed by __exit__
 
     def __enter__(self) -> "Full":
         return self

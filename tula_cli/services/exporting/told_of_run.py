@@ -55,8 +55,10 @@ def _setting(key: str, value: Any) -> Scalar | None:
         return value if not isinstance(value, float) or math.isfinite(value) else None
     if value is None or value in ("", [], {}):
         return None
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return None if may_be_secret(key.rpartition(".")[2], text) else without_secrets(text)
+    name = key.rpartition(".")[2]
+    if isinstance(value, list):  # the words and lines of a command keep what is no secret
+        return None if may_be_secret(name, "") else without_secrets(" ".join(map(str, value)))
+    return None if may_be_secret(name, str(value)) else str(value)
 
 
 def environment(found: Environment | None) -> dict[str, Scalar]:

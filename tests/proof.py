@@ -87,6 +87,8 @@ PARTS = (
     cases("other-peoples-scripts", 2.0, "tests/e2e/test_other_peoples_scripts.py"),
     cases("out-of-memory", 1.4, "tests/e2e/test_out_of_memory.py"),
     cases("own-batches", 3.0, "tests/e2e/test_own_batches.py"),
+    cases("failing-loader", 2.0, "tests/e2e/test_failing_loader.py"),
+    cases("failing-loader-on-slurm", 3.0, "tests/slurm/test_script_on_slurm.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
     cases("recovery", 2.5, "tests/slurm/test_recovery.py"),
     cases("schedulers", 0.7, "tests/cluster/test_scheduler_protocol.py"),

@@ -165,3 +165,30 @@ def test_a_script_of_sbatch_becomes_a_job_that_profiles(tmp_path: Path, on_slurm
     (result,) = tula.run().results()
     assert isinstance(result, Measured), result
     assert (result.nodes, result.batch, result.environment.hosts) == (2, 32, tuple(on_slurm.names[:2]))
+
+
+FAILING = f"""
+name: failing
+script:
+  command: failing_loader.py --batch {{local_batch}} --epochs {{epochs}} --out {{out}} --fault FAULT
+  length: {{epochs: 4}}
+  reference: {{batch: 64}}
+  resume: {{args: "--resume {{checkpoint}}", checkpoint: "{{out}}/e*.pt", batch: epoch}}
+search: {{nodes: [2], min_batch: 64, max_batch: 64, max_node_hours: 5}}
+{CLUSTER}
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("fault", "outcome"), [("ESHUTDOWN", "storage"), ("SIGSEGV", "signal"), ("KeyError", "user")])
+def test_what_another_start_cures_does_not_empty_the_chain(
+    tmp_path: Path, on_slurm: SlurmCluster, fault: str, outcome: str
+) -> None:
+    tula = on_cluster(tmp_path, FAILING.replace("FAULT", fault), ROOT / "tests" / "scripts" / "failing_loader.py")
+    tula("train", "job.yaml", "--nodes", "2", "--batch", "64", "--no-rehearse", "--yes", "--wait")
+    run = tula.run()
+    training = run.training(run.train_signatures()[0])
+    attempts = training.attempts()
+    assert [attempt.outcome for attempt in attempts] == [outcome, "done"], [one.message for one in attempts]
+    assert (attempts[0].job_id == attempts[1].job_id) == (outcome != "user"), "the user's class goes on in the next job"
+    assert training.result() is not None

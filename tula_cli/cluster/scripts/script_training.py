@@ -495,7 +495,7 @@ def _until(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     after = [row for row in rows if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
     if after:
         return after[0]["step"] - 1, after[0].get("before")  # a loader may be ahead by then, so no share of "samples"
-    stood = [(row["step"], row["samples"]) for row in rows if row["time"] <= when]
+    stood = [(row["step"], row["samples"]) for row in rows if "step" in row and row["time"] <= when]
     beat = attempt.heartbeat(0)
     if beat is not None and beat.stepped_at <= when:
         stood.append((beat.step, beat.samples))

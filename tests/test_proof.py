@@ -19,9 +19,9 @@ def file_of(part: Part) -> str:
     return next(word for word in part.command if word.endswith(".py"))
 
 
-def test_without_a_budget_everything_runs_within_73_minutes() -> None:
+def test_without_a_budget_everything_runs_within_78_minutes() -> None:
     assert chosen(PARTS, TREES[0], None) == list(PARTS)
-    assert sum(part.minutes for part in PARTS) <= 73
+    assert sum(part.minutes for part in PARTS) <= 78
 
 
 def test_a_budget_is_kept_and_every_part_that_fits_it_has_its_turn() -> None:

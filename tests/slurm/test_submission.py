@@ -99,8 +99,9 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
 def test_a_folder_that_the_nodes_do_not_see_is_told(on_slurm: SlurmCluster) -> None:
     hidden = RunDir.create(on_slurm.local / "tula-runs", make.spec(cluster=cluster("main")))
     launcher, job = SlurmLauncher(), submitted(hidden, "main")
-    until(lambda: launcher.states(hidden.read(), [job])[job.id].state == "ended")
-    assert f"do not see {hidden.path}" in launcher.states(hidden.read(), [job])[job.id].reason
+    reason = until(lambda: (text := launcher.states(hidden.read(), [job])[job.id].reason) and "waits" in text and text)
+    assert "No such file or directory" in reason and str(hidden.path) in reason
+    scheduler.cancel(job.ids)
 
 
 def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:

@@ -356,3 +356,22 @@ def test_nothing_grows_where_a_run_was(held: RunDir, write: Callable[[Path], obj
 def test_a_run_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
     with pytest.raises(RunGone):
         files.hold(tmp_path / "x")
+
+
+@pytest.mark.parametrize("beside", ["tula-runs", "shared/deep/tula-runs"])
+def test_folders_that_hold_runs_are_private_where_tula_makes_them(tmp_path, beside):
+    before = os.umask(0o022)
+    try:
+        RunDir.create(tmp_path / beside, make.spec())
+    finally:
+        os.umask(before)
+    outermost = tmp_path / beside.split("/")[0]
+    made = [outermost, *(path for path in outermost.rglob("*") if path.parent in (outermost, tmp_path / beside))]
+    assert {str(path) for path in made if path.stat().st_mode & 0o077} == set()
+
+
+def test_a_shared_folder_of_runs_keeps_its_permissions(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o775)
+    RunDir.create(tmp_path / "shared", make.spec())
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o775

@@ -16,6 +16,7 @@ from tula_cli.run.cluster_checks import ClusterChecks
 from tula_cli.run.files import (
     cannot_write,
     listing,
+    make_private_folder,
     open_to_add,
     read_record,
     read_text,
@@ -99,7 +100,7 @@ class RunDir:
         """
         require_own(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(self.path)
         except OSError as error:
             raise cannot_write(self.path, error) from error
         if file is not None:

@@ -78,6 +78,17 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def make_private_folder(folder: Path) -> None:
+    """Make a folder, and those that it is in, for this user alone where they are not there; one that is there stays as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for path in reversed((folder, *folder.parents)):
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
+
+
 def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, mode: int = 0o666) -> None:
     """Replace `path` whole.
 

@@ -13,7 +13,7 @@ from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.run.source import git as git_files
 from tula_cli.run.source import script_files, selection
 from tula_cli.run.source.command_file import in_snapshot, snapshot_path
-from tula_cli.run.source.keys import may_be_secret
+from tula_cli.run.source.keys import may_be_secret, without_secrets
 from tula_cli.run.source.script_files import of_script
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -435,3 +435,41 @@ def test_git_tells_what_differs_in_the_copied_files_and_nothing_of_others(here: 
 )  # fmt: skip
 def test_secrets_are_known_by_name_and_by_value(name: str, value: str, is_secret: bool) -> None:
     assert may_be_secret(name, value) is is_secret
+
+
+SECRET = "s3cr3tXYZ9"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"GET https://b.blob.core.windows.net/c?sv=1&sig={SECRET}", f"https://h/x?token={SECRET}", f"https://user:{SECRET}@host/x",
+        f"--password {SECRET}", f"--password={SECRET}", f"-p x --api-key '{SECRET}'", f"AWS_SECRET_ACCESS_KEY={SECRET}",
+        f"aws_secret_access_key = {SECRET}", f"HF_TOKEN={SECRET} python x.py", f"export WANDB_API_KEY='{SECRET}'",
+        f"Authorization: Bearer {SECRET}", f"--auth-token {SECRET}", f"psycopg2 postgresql://u:{SECRET}@db/x failed",
+        f"{{'password': '{SECRET}'}}", f'{{"api_key": "{SECRET}"}}', f"redis://:{SECRET}@h:6379", f"--db.password {SECRET}",
+        f"X-Auth-Token: {SECRET}", f"s3://b/k?X-Amz-Signature={SECRET}&a=1", f"sshpass -p {SECRET} ssh h",
+        f"curl -u user:{SECRET} https://h", f'--secret "{SECRET} and more"', f"AccountKey={SECRET}==;EndpointSuffix=x",
+        f"SharedAccessSignature={SECRET}", f"MYSQL_PWD={SECRET}", f"DB_PASS: {SECRET}", f"invalid token {SECRET}",
+        f"https://oauth2:{SECRET}@gitlab.com/x.git", f"--token\n{SECRET}",
+        f"-----BEGIN RSA PRIVATE KEY-----\nMII{SECRET}\n-----END RSA PRIVATE KEY-----",
+    ],
+)  # fmt: skip
+def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:
+    shown = without_secrets(text)
+    assert SECRET not in shown and "***" in shown
+    assert without_secrets(shown) == shown  # records are written and read many times
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tokens are counted twice", "tokens per second: 1200", "12 tokens a sample", "the token embedding has 50257 rows",
+        "secrets of the loader", "max_tokens=4096", "--max-tokens 4096", "--num_tokens 100k", "KeyError: 'input_ids'",
+        "TOKENIZERS_PARALLELISM=true", "tokenizer.model is missing", "password is wrong", "cookie jar", "--pad-token-id 0",
+        "Tokenizer: special token not found", "pass 1 of 3", "forward pass: nan", "SLURM_JOB_ID=12", "--author me",
+        "python -u -m torch.distributed.run train.py", "CUDA out of memory. Tried to allocate 2.00 GiB",
+    ],
+)  # fmt: skip
+def test_text_without_secrets_is_left_as_it_is(text: str) -> None:
+    assert without_secrets(text) == text

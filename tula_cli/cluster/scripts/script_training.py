@@ -25,6 +25,7 @@ from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
 from tula_cli.run.records.shim import RankResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import Rehearsals, ScriptAttempt
+from tula_cli.run.source.keys import values_without_secrets
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts import section
 from tula_cli.spec.scripts.own_script import Resume
@@ -343,7 +344,13 @@ class ScriptTraining:
         return before + seen, steps + step
 
     def _add(self, kind: str, samples: int, **told: Any) -> None:
-        row = {"kind": kind, "time": time.time(), "samples": samples, "epoch": self._epoch(samples), **told}
+        row = {
+            "kind": kind,
+            "time": time.time(),
+            "samples": samples,
+            "epoch": self._epoch(samples),
+            **values_without_secrets(told),
+        }
         append_json_line(self.training.metrics_path, row)
 
     def _epoch(self, samples: int) -> float | None:

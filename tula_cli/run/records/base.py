@@ -2,7 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+
+from tula_cli.run.source.keys import without_secrets
 
 OutcomeClass = Literal[
     "device_oom",
@@ -34,6 +36,13 @@ Market = Literal["on_demand", "spot"]
 
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A whole number as arrays hold it: a record with a larger one is damaged."""
+
+
+RecordedText = Annotated[str, AfterValidator(without_secrets), PlainSerializer(without_secrets)]
+"""Text that another program may have written: an error may quote a token, or a URL with a password.
+
+Neither read nor written with it: `model_copy` validates nothing.
+"""
 
 
 class Record(BaseModel):

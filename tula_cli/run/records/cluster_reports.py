@@ -2,7 +2,7 @@
 
 from pydantic import computed_field
 
-from tula_cli.run.records.base import Record
+from tula_cli.run.records.base import Record, RecordedText
 
 
 class NodeReport(Record):
@@ -29,7 +29,7 @@ class NodeReport(Record):
     clock_offset: float  # seconds that its clock is ahead of rank 0's
     clock_error: float  # half of the shortest round trip, in seconds: the offset is known no better
     token: str  # as read there from the run directory
-    write_error: str  # why it could not write into the run directory, or empty
+    write_error: RecordedText  # why it could not write into the run directory, or empty
     dataset: bool | None  # whether dataset.root is there and readable; None where the dataset needs no folder
     free_disk: int  # bytes, where the run directory lies
 
@@ -60,6 +60,6 @@ class ClusterReport(Record):
     ] = ()  # between the first node and the second, ascending; empty where there is one node
     inside: tuple[Transfer, ...] = ()  # between the first two ranks of the first node, where each has a GPU of its own
     latency: float | None = None  # seconds of an all-reduce of one number over all ranks, median; None where it failed
-    network_error: str = (
+    network_error: RecordedText = (
         ""  # why the ranks could not exchange tensors, in the words of what they went through; else empty
     )

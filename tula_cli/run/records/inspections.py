@@ -1,6 +1,6 @@
 """What building model and dataset tells."""
 
-from tula_cli.run.records.base import Record
+from tula_cli.run.records.base import Record, RecordedText
 from tula_cli.run.records.components import Footprint
 
 
@@ -15,7 +15,7 @@ class Inspection(Record):
     sample_bytes: int = 0  # of one input with its target, as a batch holds them; 0 where it is not known
     parameters: int  # how many numbers
     footprints: tuple[Footprint, ...]  # at two or more local batches, ascending; empty where the estimate failed
-    estimate_error: str  # why it failed, or empty
+    estimate_error: RecordedText  # why it failed, or empty
     device: str  # what the ranks of a local run would use here: "cuda" or "cpu"
     hardware: str
     capacity: int | None  # bytes for one rank: memory_per_gpu, else this machine's where the cluster is local
@@ -23,9 +23,9 @@ class Inspection(Record):
     convolutional: bool = False  # whether the model has 2-d convolutions
     gpus: int = 0  # that torch sees here, where a local run would use them
     process: int = 0  # bytes that a process holds that has loaded the libraries and the dataset
-    notes: tuple[str, ...] = ()  # of the model: the weights it starts from, frozen layers, groups
-    warnings: tuple[str, ...] = ()
-    script: str = (
+    notes: tuple[RecordedText, ...] = ()  # of the model: the weights it starts from, frozen layers, groups
+    warnings: tuple[RecordedText, ...] = ()
+    script: RecordedText = (
         ""  # the command of a script of the user's own: then nothing was built, and what is 0 or empty is not known
     )
 

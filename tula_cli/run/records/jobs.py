@@ -1,12 +1,9 @@
 """Jobs, their attempts, and how these end."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator
-
-from tula_cli.run.records.base import OutcomeClass, Record
+from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
 from tula_cli.run.records.rehearsals import RehearsalStart
-from tula_cli.run.source.keys import without_secrets
 
 
 class Job(Record):
@@ -52,10 +49,6 @@ class Shortage(Record):
     def missing(self) -> int | None:
         """Bytes that have to be freed, as far as that can be told."""
         return None if self.needed is None or self.quota else max(0, self.needed - self.free)
-
-
-RecordedText = Annotated[str, AfterValidator(without_secrets)]
-"""What another program wrote: an error may quote a token, or a URL with a password."""
 
 
 class Failure(Record):

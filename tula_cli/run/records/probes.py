@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from tula_cli import words
-from tula_cli.run.records.base import Count, OutcomeClass, Record
+from tula_cli.run.records.base import Count, OutcomeClass, Record, RecordedText
 from tula_cli.run.records.components import Components, PeakMemory
 from tula_cli.run.records.shim import LearningRates
 
@@ -96,7 +96,7 @@ class ScriptSeen(Record):
     parameters: Count | None  # numbers that the optimizer trains
     lr: LearningRates | None
     lr_given: float | None  # on its command line, or the factor that it is to multiply its own by; None without either
-    notes: tuple[str, ...] = ()  # what is absent in the result, and why
+    notes: tuple[RecordedText, ...] = ()  # what is absent in the result, and why
 
 
 class RankPace(Record):
@@ -162,7 +162,7 @@ class OutOfMemory(Record):
     gpus_per_node: Count
     local_batch: Count
     assumed: bool  # not run, because a smaller one did not fit
-    message: str
+    message: RecordedText
 
 
 class Failed(Record):
@@ -174,7 +174,7 @@ class Failed(Record):
     gpus_per_node: Count
     local_batch: Count
     outcome: OutcomeClass
-    message: str
+    message: RecordedText
 
 
 Result = Annotated[Measured | OutOfMemory | Failed, Field(discriminator="kind")]

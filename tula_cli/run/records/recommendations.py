@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from tula_cli.run.records.base import Market, Record
+from tula_cli.run.records.base import Market, Record, RecordedText
 from tula_cli.words import plural
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class Recommendation(Record):
     runners_up: tuple[Prediction, ...]
     candidates: int | None = None  # feasible configurations in all; None where an older tula has listed every one
     beaten_by_none: int | None = None  # offers in the front of all; likewise
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[RecordedText, ...] = ()
     currency: str
     price: str  # in words, with unit, source and date; a line a node type
     fit_error: float | None  # median relative error of the fit; None where exactly determined

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from tula_cli.run.records.base import OutcomeClass, Record
+from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
 from tula_cli.spec.scripts.own_script import Length
 
 Phase = Literal["begin", "same", "half"]
@@ -49,7 +49,7 @@ class Rehearsed(Record):
     schedule: Schedule | None = None  # None without a scheduler of torch
     outcome: OutcomeClass | None = None  # of what failed
     error: str = ""  # class of the exception
-    why: str = ""  # its line
+    why: RecordedText = ""  # its line
     # of a beginning, once there was a checkpoint
     saved_steps: int | None = None
     saved_samples: int | None = None

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from tula_cli.run.records.base import Record
+from tula_cli.run.records.base import Record, RecordedText
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.ags import Arm
 
@@ -218,12 +218,12 @@ class Summary(Record):
     best: Reached | None = None  # where train.best names a metric
     ended: str = ""  # why before the last epoch, and how many it was (train.until)
     currency: str
-    causes: tuple[str, ...]  # why each relaunch happened
+    causes: tuple[RecordedText, ...]  # why each relaunch happened
     lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop
     tuning: Tuning | None = None  # of method auto
     scaled: Scaled | None = None  # of a script, where the method scales
     changes: tuple[StepChange, ...] = ()  # of the step time, while it trained
-    warnings: tuple[str, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
+    warnings: tuple[RecordedText, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
 
 
 class Cell(Record):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tula_cli.run.records.base import Record
+from tula_cli.run.records.base import Record, RecordedText
 
 Positive = Annotated[int, Field(ge=1)]
 Cause = Literal["eval", "epoch", "save"]
@@ -150,7 +150,7 @@ class RankResult(Record):
     split: DdpSplit | None
     loader: LoaderSeen | None  # the one that is trained on
     loaders: tuple[LoaderSeen, ...]
-    notes: tuple[str, ...]  # what is absent, and why
+    notes: tuple[RecordedText, ...]  # what is absent, and why
 
 
 class Killed(Record):
@@ -173,7 +173,7 @@ class ScriptFailure(Record):
     pid: int
     where: Literal["script", "shim", "method"]  # method: what tula was to do in the script cannot be done there
     error: str  # full name of the exception's class
-    text: str  # traceback
+    text: RecordedText  # traceback
     step: int
     batch_norm: Literal["", "batch", "sync"] | None = None  # that the process held; None where it has not told
     failed_at: float

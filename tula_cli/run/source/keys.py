@@ -2,7 +2,9 @@
 
 import fnmatch
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 CODE = {".py", ".sh", ".bash", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp"}
 KEYS = (
@@ -28,7 +30,10 @@ def is_private(file: Path) -> bool:
     return is_key(file) or any(part.startswith(".") for part in file.parts)
 
 
-_SECRET_NAME = r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|(?:API|ACCESS|PRIVATE|AUTH|SIGNING)[_-]?KEY|CREDENTIAL|JWT|COOKIE"
+_SECRET_NAME = (
+    r"TOKEN(?!I)|SECRET|PASSW|PASSPHRASE|(?:API|ACCESS|ACCOUNT|PRIVATE|AUTH|SIGNING|SHARED)[ _-]?KEY|SHAREDACCESS|CREDENTIAL"
+    r"|JWT|COOKIE"
+)
 _SHORT_NAME = r"(?:[A-Z0-9_-]*[_-])?(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)|[A-Z0-9_-]+[_-]KEY"
 _NAMED = re.compile(
     rf"{_SECRET_NAME}|(?:^|[_-])(?:AUTH|AUTHORIZATION|PWD|PASS|DSN|SAS|SIG)(?=$|[_-])|[_-]KEY(?=$|[_-])", re.IGNORECASE
@@ -41,15 +46,26 @@ _IN_QUERY = re.compile(
     r"|code)=)[^&\s'\"#;]+",
     re.IGNORECASE,
 )
+_VALUE = r"""(?!\*\*\*)("[^"]*"|'[^']*'|[^\s,;&"']+)"""
 _ASSIGNED = re.compile(
-    rf"""((?<![\w-])(?:{_SHORT_NAME})(?:=|["']?:\s*)|--?(?:{_SHORT_NAME})(?:=|\s+))("[^"]*"|'[^']*'|[^\s,;&"']+)""",
+    rf"""((?<![\w-])(?:{_SHORT_NAME})(?:=|["']:\s*|(?<=[A-Z]):\s*)|--?(?i:{_SHORT_NAME})(?:=|\s+)){_VALUE}"""
+    rf"""|((?<![\w-])(?i:{_SHORT_NAME})(?:=|["']:\s*)){_VALUE}"""
+)  # in small letters a colon alone is no proof: "forward pass: 3 ms"
+_BEARER = re.compile(
+    r"(\b(?:(?:Proxy-)?Authorization:\s*(?:[A-Za-z]+\s+)?|(?:Bearer|Basic|Set-Cookie:|Cookie:)\s+))(?!(?:Bearer|Basic)\s)[^\s'\",]{6,}",
     re.IGNORECASE,
 )
-_BEARER = re.compile(r"(\b(?:Bearer|Basic|Authorization:|Set-Cookie:|Cookie:)\s+)[^\s'\",]{6,}", re.IGNORECASE)
+_PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
+_LOGIN = re.compile(r"""(\bcurl\b[^\n|;]*?\s(?:-u|--user)[ =]?["']?[^\s:'"]+:|\bsshpass\s+-p\s*)[^\s'"]+""")
 _TOKEN = re.compile(
     r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{16,}"  # of known services
 )
-_IN_WORDS = re.compile(rf"([^\s=]*(?:{_SECRET_NAME})[^\s=:]*(?:\s*[=:]\s*|\s+))([^\s,;]+)", re.IGNORECASE)
+_IN_WORDS = re.compile(
+    rf"""([^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s*[=:]\s*|--?[^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s+){_VALUE}""", re.IGNORECASE
+)
+_IN_SENTENCE = re.compile(rf"((?:{_SECRET_NAME})[^\s=:]*\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE)
+"""A word behind the name of a secret is one if it looks like one: "token ab12cd34", and not "tokens are counted"."""
+_NUMBER = re.compile(r"[\d.]+[kKMG]?")
 
 
 def may_be_secret(name: str, value: str) -> bool:
@@ -60,9 +76,22 @@ def may_be_secret(name: str, value: str) -> bool:
 def without_secrets(text: str) -> str:
     """Return words, as of a command, with *** for what may be a password or a token among them."""
 
-    def hidden(found: re.Match[str]) -> str:
-        return found[0] if found[2].replace(".", "", 1).isdigit() else f"{found[1]}***"
+    def hide(match: re.Match[str]) -> str:
+        name, value = (part for part in match.groups() if part is not None)
+        return match[0] if _NUMBER.fullmatch(value) else f"{name}***"
 
-    text = _IN_QUERY.sub(r"\1***", _IN_URL.sub(r"\1\2***@", text))
-    text = _TOKEN.sub("***", _BEARER.sub(r"\1***", text))
-    return _IN_WORDS.sub(hidden, _ASSIGNED.sub(hidden, text))
+    for pattern in (_PRIVATE_KEY, _LOGIN, _BEARER):
+        text = pattern.sub(r"\1***", text)
+    text = _TOKEN.sub("***", _IN_QUERY.sub(r"\1***", _IN_URL.sub(r"\1\2***@", text)))
+    for pattern in (_ASSIGNED, _IN_WORDS, _IN_SENTENCE):
+        text = pattern.sub(hide, text)
+    return text
+
+
+def values_without_secrets(value: Any) -> Any:
+    """Return a row or record as JSON holds it, with *** for what may be a secret in any of its texts."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, Mapping):
+        return {key: values_without_secrets(part) for key, part in value.items()}
+    return [values_without_secrets(part) for part in value] if isinstance(value, list | tuple) else value

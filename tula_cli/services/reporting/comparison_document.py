@@ -6,6 +6,7 @@ from typing import Any
 
 from tula_cli.run.directory import Part
 from tula_cli.run.records.results import Comparison
+from tula_cli.run.source.keys import without_secrets
 from tula_cli.services.comparison import accuracy
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.reporting import compared
@@ -42,7 +43,7 @@ def _environments(part: Part, signature: str) -> Iterator[Environment]:
 def _job(spec: JobSpec) -> Iterator[Fact]:
     if spec.script is not None:
         command = spec.script.command
-        yield Fact("script", command if isinstance(command, str) else " ".join(command))
+        yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
         return
     yield Fact("model", _named(spec.model.name, spec.model.args))
     yield Fact("data", _named(spec.dataset.name, spec.dataset.args))

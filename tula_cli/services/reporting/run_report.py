@@ -7,6 +7,7 @@ from tula_cli.models.cost import price_words
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.source.keys import without_secrets
 from tula_cli.services.reporting.compared import what
 from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.services.reporting.forms import sites
@@ -146,9 +147,8 @@ def _facts(seen: Material) -> Iterator[Fact]:
 
 def _job(spec: JobSpec) -> Iterator[Fact]:
     if spec.script is not None:
-        yield Fact(
-            "script", spec.script.command if isinstance(spec.script.command, str) else " ".join(spec.script.command)
-        )
+        command = spec.script.command
+        yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
     else:
         assert spec.model is not None and spec.dataset is not None  # where there is no script
         yield Fact("model", spec.model.name)

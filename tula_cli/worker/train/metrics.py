@@ -11,6 +11,7 @@ from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.source.keys import values_without_secrets
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.watching.step_file import StepFile
 
@@ -48,7 +49,13 @@ class Metrics:
     def add(self, kind: str, position: Position, epoch: float, **values: Any) -> None:
         if not self.first:
             return
-        row = {"kind": kind, "time": time.time(), "samples": position.samples, "epoch": epoch, **_plain(values)}
+        row = {
+            "kind": kind,
+            "time": time.time(),
+            "samples": position.samples,
+            "epoch": epoch,
+            **values_without_secrets(_plain(values)),
+        }
         append_json_line(self.path, row)
 
 

@@ -189,3 +189,9 @@ def test_a_record_whose_values_have_words_and_equals_signs():
     assert found["AllocTRES"] == ""
     assert found["Partitions"] == "gpu"
     assert CONFIG
+
+
+def test_kept_bills_are_private_as_the_runs_beside_them(tmp_path):
+    (tmp_path / ".site").mkdir(mode=0o755)  # as an older tula made it
+    billed(job(), root=tmp_path)
+    assert list((tmp_path / ".site").iterdir()) and (tmp_path / ".site").stat().st_mode & 0o077 == 0

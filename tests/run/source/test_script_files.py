@@ -464,7 +464,7 @@ def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "tokens are counted twice", "tokens per second: 1200", "12 tokens a sample", "the token embedding has 50257 rows",
+        "neither token_jobs:First nor the loss takes it", "tokens are counted twice", "tokens per second: 1200", "12 tokens a sample", "the token embedding has 50257 rows",
         "secrets of the loader", "max_tokens=4096", "--max-tokens 4096", "--num_tokens 100k", "KeyError: 'input_ids'",
         "TOKENIZERS_PARALLELISM=true", "tokenizer.model is missing", "password is wrong", "cookie jar", "--pad-token-id 0",
         "Tokenizer: special token not found", "pass 1 of 3", "forward pass: nan", "SLURM_JOB_ID=12", "--author me",

@@ -61,7 +61,8 @@ _TOKEN = re.compile(
     r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{16,}"  # of known services
 )
 _IN_WORDS = re.compile(
-    rf"""([^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s*[=:]\s*|--?[^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s+){_VALUE}""", re.IGNORECASE
+    rf"""([^\s=]*(?:{_SECRET_NAME})(?:[^\s=:]*\s*(?:=\s*|:\s+)|(?:ORDS?|DS?|S)?["']?\s*:)|--?[^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s+){_VALUE}""",
+    re.IGNORECASE,
 )
 _IN_SENTENCE = re.compile(rf"((?:{_SECRET_NAME})[^\s=:]*\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE)
 """A word behind the name of a secret is one if it looks like one: "token ab12cd34", and not "tokens are counted"."""

@@ -97,7 +97,8 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     if exited.oom_kill and outcome in ("signal", "unknown", "peer"):
         message = "the kernel killed a process for memory"
         return ExitReason("device_oom" if device == "cpu" else "host_oom", message, exited.rank, host)
-    if line := telling_line(words) if outcome == classify(telling_line(words), device=device) else "":
+    line = telling_line(words)
+    if line and outcome == classify(line, device=device):
         return told_in_full(run, task, ExitReason(outcome, line, exited.rank, host), words)
     if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(exited, summary):
         # Native code that does not check an allocation crashes under the limit instead of raising.

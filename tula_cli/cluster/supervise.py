@@ -262,9 +262,11 @@ class Supervisor:
         progress = self.run.training(task.signature).progress()
         stepped = reason.reached is not None or progress != attempt.progress
         since = [
-            one for one in self._without_progress(task) if (one.task, one.number) != (attempt.task, attempt.number)
+            other
+            for other in self._without_progress(task)
+            if (other.task, other.number) != (attempt.task, attempt.number)
         ]
-        return stepped and all(one.outcome != "user" for one in since)
+        return stepped and all(other.outcome != "user" for other in since)
 
     def _goes_elsewhere(self, task: Task, reason: ExitReason) -> bool:
         """Return whether the next attempt is another allocation's."""

@@ -167,8 +167,8 @@ def _epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
         return None  # its length is what the dataset says of itself, of a rank's part or of all
     if (given is not None or _hold_shards(ranks)) and abs(seen - size / batch) <= 1 + _ABOUT * size / batch:
         return None  # a round figure, or shards that differ in their length
-    told = f"{size} samples" if given is None else f"script.dataset_size: {given}"
-    words = f"{told} are {high} steps of {batch}, and the script's epoch has {math.ceil(seen)}"
+    samples = f"{size} samples" if given is None else f"script.dataset_size: {given}"
+    words = f"{samples} are {high} steps of {batch}, and the script's epoch has {math.ceil(seen)}"
     hint = "does each rank take its own part (DistributedSampler)?"
     if given is None:
         hint += " If it does, give script.dataset_size, the samples of all ranks"

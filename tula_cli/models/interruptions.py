@@ -106,9 +106,9 @@ def saving(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -
     if resume is None and not seen:  # there are some of a script that was seen to resume by itself
         return Saving(goes_on=False, asked=script.save)
     if not seen:
-        said = resume.every if resume is not None else None
-        in_steps = said if isinstance(said, int) else None
-        return Saving(True, script.save, epochs=1 if said == "epoch" else None, steps=in_steps)
+        every = resume.every if resume is not None else None
+        in_steps = every if isinstance(every, int) else None
+        return Saving(True, script.save, epochs=1 if every == "epoch" else None, steps=in_steps)
     if epochs := _whole_epochs(seen, dataset_size):
         return Saving(True, script.save, epochs=epochs)
     steps = [save.steps for save in seen]

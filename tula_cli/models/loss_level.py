@@ -1,4 +1,4 @@
-"""Whether a training loss has blown up though it is finite: it lost half of what was learned, and does not soon win it back.
+"""Detect a training loss that has blown up though it is finite: it lost half of what was learned, and does not soon win it back.
 
 All limits are differences of losses, so that negative losses and those near zero are judged alike. The level is a median over
 steps: single batches with a high loss do not move it.

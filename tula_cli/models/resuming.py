@@ -60,11 +60,11 @@ def judged(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> Judgement:
         return Judgement("same", (*first.told, "not rehearsed at another batch"), first.faults)
     second = _resumed(begin, half, lr_ratio=lr_ratio)
     schedule = "" if second.faults else _schedule_fault(begin, same, half, lr_ratio)
-    told = (*first.told, *second.told, *([schedule] if schedule else []))
+    reasons = (*first.told, *second.told, *([schedule] if schedule else []))
     faults = (*first.faults, *second.faults, *([schedule] if schedule else []))
     if not second.exact or first.faults or schedule:
-        return Judgement("same", told, faults)
-    return Judgement("epoch" if _at_epoch_end(begin) else "any", told, faults)
+        return Judgement("same", reasons, faults)
+    return Judgement("epoch" if _at_epoch_end(begin) else "any", reasons, faults)
 
 
 def _last(starts: Sequence[Rehearsed], phase: Phase) -> Rehearsed | None:
@@ -209,7 +209,7 @@ def _factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[floa
         return []
     first, other = same.rates[0][1], half.rates[0][1]
     seen = other / first if first > 0 else 0.0
-    close = [seen for one in _ratios(ratio) if abs(seen - one) <= LR_TOLERANCE * one]
+    close = [seen for expected in _ratios(ratio) if abs(seen - expected) <= LR_TOLERANCE * expected]
     return [*close, *_ratios(ratio)]
 
 

@@ -33,7 +33,7 @@ from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import train_signature
 
 OF_SGD, OF_DIVIDING, OF_OTHERS = ("lbt", "ags", "ramp"), ("lbt", "sqrt", "ramp"), ("lbt", "ramp")
-"""What is compared with the job's own method unless something else is asked for: by its optimizer (`presets.DIVIDING`)."""
+"""Rows that are compared with the job's own method by default, by its optimizer (`presets.DIVIDING`)."""
 METHODS_OF_SCRIPTS = ("lbt", "lrs", "sqrt", "ags")
 """The same for a script of the user's own, as far as it takes them."""
 CONTROLS = ("lbt-x2", "lbt-x4")
@@ -337,7 +337,7 @@ def default_nodes(run: RunDir, spec: JobSpec) -> int:
 
 @dataclass(frozen=True)
 class DefaultRows:
-    """What is compared unless something else is asked for: the rows that fit the job, its own among them."""
+    """The default rows of a comparison: those that fit the job, with its own method among them."""
 
     own: str
     methods: tuple[str, ...]

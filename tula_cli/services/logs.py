@@ -216,12 +216,12 @@ class _Reader:
             with open_file(log.file) as file:
                 for raw in read_lines_back(file, end=self._offsets[log.file], block=_MAX_LINE):
                     line = log.line(raw)
-                    told = words.told_time(line.text) if since is not None else None
-                    if since is not None and told is not None and told < since:
+                    written_at = words.told_time(line.text) if since is not None else None
+                    if since is not None and written_at is not None and written_at < since:
                         return
                     if self._is_of_rank(line, log) and not _HARMLESS.search(raw):
                         untimed.append(line)
-                    if since is None or told is not None or len(untimed) > _MAX_UNTIMED:
+                    if since is None or written_at is not None or len(untimed) > _MAX_UNTIMED:
                         yield from untimed
                         untimed.clear()
         except OSError as error:

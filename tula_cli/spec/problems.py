@@ -42,7 +42,7 @@ _USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("precision", "amp", "dtype"), "train.precision"),
     "method": "train.method", "price": "pricing.price", "queue": "cluster.slurm.partition",
 }  # fmt: skip
-"""What other programs call a key, and its path here, or what to do instead."""
+"""Names that other programs give a key, with its path here or the thing to do instead."""
 
 _SECTION = "must be a section"
 _WANTED: Mapping[str, str] = {

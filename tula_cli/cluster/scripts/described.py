@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tula_cli.errors import SpecError
 from tula_cli.host import devices
+from tula_cli.host.processes import run_command
 from tula_cli.host.processor import processor_name
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
@@ -79,12 +80,12 @@ def _missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     """
     word = shlex.split(script.command)[0]
     python = shutil.which(word) if PYTHON.fullmatch(Path(word).name) else None
-    own = python is None or Path(python).parent == Path(sys.executable).parent
+    is_tulas = python is None or Path(python).parent == Path(sys.executable).parent
     set_up = [options.setup for options in (spec.cluster.slurm, spec.cluster.scheduler) if options is not None]
-    if python is None or own or any(set_up):  # set-up lines may activate another
+    if python is None or is_tulas or any(set_up):  # set-up lines may activate another
         return ()
     try:
-        tried = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        tried = run_command([python, "-c", "import torch"], timeout=IMPORT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ()
     if tried.returncode == 0:

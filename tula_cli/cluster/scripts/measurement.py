@@ -199,13 +199,13 @@ def _dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
         NotMeasured: nobody says.
     """
     known = own(task.spec).known_dataset_size
-    told = dataset_size(ranks)
-    if known is None and told is None:
+    counted = dataset_size(ranks)
+    if known is None and counted is None:
         raise NotMeasured(
             "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"
             " length; give script.dataset_size"
         )
-    return known if known is not None else int(told or 0)
+    return known if known is not None else int(counted or 0)
 
 
 def _oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int) -> bool:

@@ -1,13 +1,13 @@
 """What a script says of how good it is: by patterns on its output, or in a file of one JSON object a line."""
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tula_cli.errors import BadMeasurements
 from tula_cli.models.resuming import NO_STEP
-from tula_cli.run.files import MAX_LINE, json_object, open_file, read_lines
+from tula_cli.run.files import MAX_LINE, json_object, open_file, read_end, read_lines
 from tula_cli.spec.scripts.own_script import Rows, Script
 from tula_cli.spec.scripts.placeholders import fill
 from tula_cli.words import rank_of
@@ -66,13 +66,11 @@ def _of_rank_0(text: str) -> str:
 def last_line(log: Path) -> str:
     """Return the last line that a command has written, without its rank; empty without one. tula's own do not count."""
     try:
-        with open(log, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
+        lines = read_end(log, TAIL).splitlines()
+    except (OSError, BadMeasurements):
         return ""
-    own = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
-    return next((line for line in own if line), "")[:MAX_QUOTED]
+    of_script = (line.strip() for line in reversed(lines) if not line.startswith("tula: "))
+    return next((line for line in of_script if line), "")[:MAX_QUOTED]
 
 
 def no_step(log: Path) -> str:

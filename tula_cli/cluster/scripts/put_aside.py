@@ -1,4 +1,4 @@
-"""What a probe has written outside of its own folder is put aside: a training must not start from a probe's weights."""
+"""Put aside the files that a probe has written outside of its folder: a training must not start from a probe's weights."""
 
 import os
 import shutil

@@ -169,16 +169,23 @@ class ScriptTraining:
 
         How much that holds is what the earlier one had trained when it was written.
         """
-        earlier = [one for one in self.training.attempts() if (one.task, one.number) != (command.task, command.attempt)]
+        earlier = [
+            earlier_attempt
+            for earlier_attempt in self.training.attempts()
+            if (earlier_attempt.task, earlier_attempt.number) != (command.task, command.attempt)
+        ]
         if own(self.task.spec).resume is not None or command.checkpoint or not earlier:
             return
-        first = min(one.started_at for one in earlier)
+        first = min(earlier_attempt.started_at for earlier_attempt in earlier)
         loads = [row for row in attempt.loads(0) if first <= row["written"] < _began(attempt)]
         if not loads:
             return
         newest = max(loads, key=lambda row: float(row["written"]))
         path, written = Path(newest["path"]), float(newest["written"])
-        writer = max((one for one in earlier if one.started_at <= written), key=lambda one: one.started_at)
+        writer = max(
+            (earlier_attempt for earlier_attempt in earlier if earlier_attempt.started_at <= written),
+            key=lambda earlier_attempt: earlier_attempt.started_at,
+        )
         steps, counted = _until(ScriptAttempt(self.run.path, writer.task, writer.number), written)
         samples, batch = steps * self.task.batch if counted is None else round(counted * self.world), self.task.batch
         self.training.write_script_progress(
@@ -249,7 +256,7 @@ class ScriptTraining:
         row = attempt.newest_row(0)
         samples, steps = self._reached(command, beat.step, beat.samples)
         batch = (beat.step_samples or 0) * self.world or self.task.batch
-        left = None if self.total is None else max(0, self.total - samples) / batch * beat.seconds
+        remaining = None if self.total is None else max(0, self.total - samples) / batch * beat.seconds
         self._add(
             "step",
             samples,
@@ -257,7 +264,7 @@ class ScriptTraining:
             loss=row.get("loss"),
             lr=row.get("lr"),
             step_time=beat.seconds,
-            eta=left,
+            eta=remaining,
             **({"ags": row["ags"]} if "ags" in row else {}),
         )
         return beat.step

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from tula_cli.cluster.slurm.accounting.allocations import parse_record
 from tula_cli.cluster.slurm.command import call
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.slurm_options import ROOM
@@ -153,20 +154,20 @@ Record = Mapping[str, str]
 
 
 def parse_partitions(
-    told: str, *, nodes: Mapping[str, Record] = _NONE, limits: Mapping[str, Record] = _NONE, site: Record = _NONE
+    text: str, *, nodes: Mapping[str, Record] = _NONE, limits: Mapping[str, Record] = _NONE, site: Record = _NONE
 ) -> tuple[Partition, ...]:
     """Return the partitions in rows of sinfo (partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES, names).
 
     A partition has a row for each kind and state of nodes; a row that does not parse is left out.
 
     Args:
-        told: what `SINFO` printed; older records have no names.
+        text: what `SINFO` printed; older records have no names.
         nodes: scontrol's records of a node of each row, by name.
         limits: those of the partitions, by name.
         site: limits of memory that hold where a partition has none.
     """
     rows: dict[str, list[list[str]]] = {}
-    for fields in _fields(told):
+    for fields in _fields(text):
         rows.setdefault(fields[0], []).append(fields)
     return tuple(
         _partition(name, fields, nodes, _limits(limits.get(name.rstrip("*"), {}), site))
@@ -174,21 +175,23 @@ def parse_partitions(
     )
 
 
-def _fields(told: str) -> list[list[str]]:
-    rows = [[field.strip() for field in line.split("|", 9)] for line in told.splitlines()]
+def _fields(text: str) -> list[list[str]]:
+    rows = [[field.strip() for field in line.split("|", 9)] for line in text.splitlines()]
     return [[*row, ""][:10] for row in rows if len(row) in (9, 10) and row[0] and row[4].isdigit()]
 
 
-def _records(told: str) -> dict[str, Record]:
+def _records(text: str) -> dict[str, Record]:
     """Return the lines of `scontrol --oneliner show` by the name that stands first in each."""
-    lines = [re.findall(r"(\S+?)=(\S*)", line) for line in told.splitlines()]
-    return {pairs[0][1]: dict(reversed(pairs)) for pairs in lines if pairs}
+    records = [parse_record(line) for line in text.splitlines()]
+    return {next(iter(record.values())): record for record in records if record}
 
 
 def _limits(partition: Record, site: Record) -> Record:
     """Return the limits of a partition that are numbers; those of the site's memory hold where it has none of its own."""
-    own, shared = ({name: n for name, n in record.items() if n.isdigit() and n != "0"} for record in (partition, site))
-    return own if any(name.startswith("MaxMemPer") for name in own) else {**shared, **own}
+    limits, site_limits = (
+        {name: n for name, n in record.items() if n.isdigit() and n != "0"} for record in (partition, site)
+    )
+    return limits if any(name.startswith("MaxMemPer") for name in limits) else {**site_limits, **limits}
 
 
 def _first_host(names: str) -> str:
@@ -217,8 +220,8 @@ def _kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -
             whole = NodeKind(0, _leading_number(cpus), _leading_number(memory), parse_gres(gres))
             kind = _usable(whole, nodes.get(_first_host(names), {}), limits)
             counts[kind] = counts.get(kind, 0) + int(count)
-    found = [replace(kind, nodes=count) for kind, count in counts.items() if count]
-    return sorted(found, key=lambda kind: (not kind.gpus, -kind.nodes))
+    kinds = [replace(kind, nodes=count) for kind, count in counts.items() if count]
+    return sorted(kinds, key=lambda kind: (not kind.gpus, -kind.nodes))
 
 
 def _usable(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
@@ -385,8 +388,8 @@ def suggested_nodes(partition: Partition) -> tuple[int, ...]:
     alike = partition.kinds[0].nodes if partition.kinds else 1
     most = min(alike, partition.usable or 1)
     least = partition.least_nodes
-    found = tuple(nodes for nodes in _NODES if least <= nodes <= most)
-    return found if len(found) > 1 or least > 1 else (1, *found)
+    choices = tuple(nodes for nodes in _NODES if least <= nodes <= most)
+    return choices if len(choices) > 1 or least > 1 else (1, *choices)
 
 
 def _job_minutes(partition: Partition) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
+from tula_cli.cluster.slurm.accounting.allocations import parse_record
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.shared_queue import Kept, shared
 from tula_cli.errors import SchedulerError
@@ -142,20 +143,20 @@ def ask(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerStat
     """
     wanted = list(dict.fromkeys(ids))
     queue, silence = (_shared_queue(wanted) if patient else _queue(wanted)) if wanted else ({}, "")
-    found = {id_: row for id_ in wanted if (row := queue.get(id_))}
-    for id_, word in _accounted(id_ for id_ in wanted if id_ not in found).items():
+    states = {id_: row for id_ in wanted if (row := queue.get(id_))}
+    for id_, word in _accounted(id_ for id_ in wanted if id_ not in states).items():
         state = _state(word)
         # It is not in the queue any more, but not over for sacct, which lags and keeps jobs that ended unseen for ever.
         known = (
             state if state.state == "ended" else SchedulerState("unknown", f"sacct says {word}, squeue knows no more")
         )
-        found[id_] = known
-    if any(_MAINTENANCE.search(state.reason) for state in found.values() if state.state == "pending"):
-        found = _with_maintenance(found)
+        states[id_] = known
+    if any(_MAINTENANCE.search(state.reason) for state in states.values() if state.state == "pending"):
+        states = _with_maintenance(states)
     if silence:
         unheard = {id_: SchedulerState("unknown", silence, silent=True) for id_ in wanted}
-        found = {**unheard, **{id_: state for id_, state in found.items() if state.state != "unknown"}}
-    return found
+        states = {**unheard, **{id_: state for id_, state in states.items() if state.state != "unknown"}}
+    return states
 
 
 def _with_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
@@ -173,9 +174,9 @@ def _with_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, Schedul
     }
 
 
-def maintenance_windows(told: str) -> list[tuple[float, float]]:
+def maintenance_windows(text: str) -> list[tuple[float, float]]:
     """Return the begin and the end (Unix times) of the maintenance windows in what `RESERVATIONS` printed."""
-    rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in told.splitlines()]
+    rows = [parse_record(line) for line in text.splitlines()]
     windows = [
         (moment(row.get("StartTime", "")), moment(row.get("EndTime", "")))
         for row in rows
@@ -233,13 +234,13 @@ def _state(
     name, without_log = _name(words), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING:
         why = why_hopeless(reason, id_)
-        told = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
+        explained = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
         away = bool(_AWAY.search(reason))
-        told += f": {_UNTIL_BACK}" if away else ""
-        told += f" ({comment.removeprefix(OF_TULA)})" if comment.startswith(DELAYED) else ""
+        explained += f": {_UNTIL_BACK}" if away else ""
+        explained += f" ({comment.removeprefix(OF_TULA)})" if comment.startswith(DELAYED) else ""
         held = reason == "JobHeldUser"
         return SchedulerState(
-            "pending", told, starts_at, held=held, hopeless=bool(why), without_nodes=away, without_log=without_log
+            "pending", explained, starts_at, held=held, hopeless=bool(why), without_nodes=away, without_log=without_log
         )
     if name in RUNNING:
         stopped = name in ("STOPPED", "SUSPENDED")
@@ -352,7 +353,7 @@ def _controlled(job_id: str) -> dict[str, str]:
     answer = call("scontrol", "--details", "--oneliner", "show", "job", job_id)
     lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
     # What stands first counts: 24.05 and later end with the command line of the submission.
-    return dict(reversed(re.findall(r"(\S+?)=(\S*)", lines[-1]))) if lines else {}
+    return parse_record(lines[-1]) if lines else {}
 
 
 def _run_of(job_id: str, restart: int | None) -> list[list[str]]:

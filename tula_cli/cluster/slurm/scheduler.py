@@ -165,8 +165,8 @@ def environment_of(script: Path) -> dict[str, str]:
     """Return sbatch's environment without the variables that would override what the script says."""
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
     overrides = {name for option in options for name in (option.upper().replace("-", "_"), *_OVERRIDES.get(option, ()))}
-    said = {f"SBATCH_{name}" for name in overrides}
-    return {name: value for name, value in command.environment(os.environ).items() if name not in said}
+    set_by_script = {f"SBATCH_{name}" for name in overrides}
+    return {name: value for name, value in command.environment(os.environ).items() if name not in set_by_script}
 
 
 def overriding_variables(environ: Mapping[str, str]) -> list[str]:

@@ -33,10 +33,10 @@ def kept(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
         return None
     table = accuracy.report(run, comparison, spec)
     reference = next((row for row in table.rows if row.reference), None)
-    own = [row for row in table.rows if row.method == own_row(spec) and row.batch >= batch and row.gap is not None]
-    if reference is None or not own:
+    rows = [row for row in table.rows if row.method == own_row(spec) and row.batch >= batch and row.gap is not None]
+    if reference is None or not rows:
         return None
-    return _judged(reference, min(own, key=lambda row: row.batch), table.metric)
+    return _judged(reference, min(rows, key=lambda row: row.batch), table.metric)
 
 
 def _judged(reference: Row, own: Row, metric: str) -> Accuracy:

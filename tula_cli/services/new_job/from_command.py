@@ -84,49 +84,53 @@ def from_command(
         TulaError: the installation lacks its templates.
     """
     here = gpus if kind == "local" else _gpus_of(offered)
-    found = with_length(recognise(line, Known(answers or {}, gpus=here), keeps_setup=kind == "slurm"), answers)
+    recognised = with_length(recognise(line, Known(answers or {}, gpus=here), keeps_setup=kind == "slurm"), answers)
     if kind == "local":
-        text = _on_this_machine(written_around(line, found, kind), per_node=found.gpus_per_node or 1, gpus=gpus)
+        text = _on_this_machine(
+            written_around(line, recognised, kind), per_node=recognised.gpus_per_node or 1, gpus=gpus
+        )
     else:
-        text = written_around(line, found, kind)
+        text = written_around(line, recognised, kind)
         if offered is not None:
-            text = _as_commanded(site.fill_in(text, offered), found, offered)
-        text = site.write_settings(text, shell_settings(found))
-    text = with_batches(text, found)
-    warnings = [*found.warnings, *_doubts(found, offered, gpus=gpus if kind == "local" else 0)]
-    return FromCommand(text, found, missing(found), tuple(warnings))
+            text = _as_commanded(site.fill_in(text, offered), recognised, offered)
+        text = site.write_settings(text, shell_settings(recognised))
+    text = with_batches(text, recognised)
+    warnings = [*recognised.warnings, *_doubts(recognised, offered, gpus=gpus if kind == "local" else 0)]
+    return FromCommand(text, recognised, missing(recognised), tuple(warnings))
 
 
-def with_length(found: Recognised, answers: Mapping[str, str] | None) -> Recognised:
+def with_length(recognised: Recognised, answers: Mapping[str, str] | None) -> Recognised:
     """Return what was recognised with the epochs that were asked for, where the command tells no length."""
     epochs = (answers or {}).get(LENGTH)
-    return replace(found, script={**found.script, "length": {"epochs": int(epochs)}}) if epochs else found
+    return (
+        replace(recognised, script={**recognised.script, "length": {"epochs": int(epochs)}}) if epochs else recognised
+    )
 
 
-def written_around(line: str, found: Recognised, kind: Literal["local", "slurm"], *, name: str = "") -> str:
+def written_around(line: str, recognised: Recognised, kind: Literal["local", "slurm"], *, name: str = "") -> str:
     """Return the job file around a command, before what is known of the machines is put into it.
 
     Args:
         line: the command as it was typed.
-        found: what was recognised of it.
+        recognised: the parts of the command.
         kind: where the job will run.
         name: of the job; empty: as its script is called.
     """
-    words = [*found.wrapper] if kind == "local" or not _is_list(found.wrapper) else []
+    words = [*recognised.wrapper] if kind == "local" or not _is_list(recognised.wrapper) else []
     if words:  # no section of the job has a place for them
-        command = " ".join([*(shlex.quote(word.replace("{", "{{").replace("}", "}}")) for word in words), found.script["command"]])  # fmt: skip
-        found = replace(found, script={**found.script, "command": command})
+        command = " ".join([*(shlex.quote(word.replace("{", "{{").replace("}", "}}")) for word in words), recognised.script["command"]])  # fmt: skip
+        recognised = replace(recognised, script={**recognised.script, "command": command})
     shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
-    return _HEAD.format(line=shown, name=name or job_name(found)) + sections(found) + "\n" + _places(kind)
+    return _HEAD.format(line=shown, name=name or job_name(recognised)) + sections(recognised) + "\n" + _places(kind)
 
 
-def shell_settings(found: Recognised) -> Iterator[Setting]:
+def shell_settings(recognised: Recognised) -> Iterator[Setting]:
     """Yield what stands around the command in a job of SLURM: words before each rank, and lines before the job."""
-    if found.wrapper and _is_list(found.wrapper):
-        words = ", ".join(yaml_word(word, flow=True) for word in found.wrapper)
+    if recognised.wrapper and _is_list(recognised.wrapper):
+        words = ", ".join(yaml_word(word, flow=True) for word in recognised.wrapper)
         yield Setting("cluster.slurm.wrapper", f"[{words}]", "before the command of every rank, as in the command")
-    if found.setup:
-        yield Setting("cluster.slurm.setup", f"[{', '.join(yaml_word(line, flow=True) for line in found.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
+    if recognised.setup:
+        yield Setting("cluster.slurm.setup", f"[{', '.join(yaml_word(line, flow=True) for line in recognised.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
 
 
 def _is_list(words: Sequence[str]) -> bool:
@@ -189,21 +193,25 @@ def _as_commanded(text: str, found: Recognised, offered: Site) -> str:
     return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
 
 
-def with_batches(text: str, found: Recognised) -> str:
+def with_batches(text: str, recognised: Recognised) -> str:
     """Set which batches are measured: around that of today, and what the launcher says of the GPUs."""
-    if found.gpus_per_node is not None:
+    if recognised.gpus_per_node is not None:
         text = _set(
-            text, "gpus_per_node", str(found.gpus_per_node), "processes a node, as in the command", section="cluster"
+            text,
+            "gpus_per_node",
+            str(recognised.gpus_per_node),
+            "processes a node, as in the command",
+            section="cluster",
         )
     text = re.sub(r"^  max_batch:.*\n", "", text, count=1, flags=re.MULTILINE)
-    batch = found.script["reference"].get("batch")
+    batch = recognised.script["reference"].get("batch")
     if batch is None:
         lines = _set(text, "min_batch", "32", "smallest global batch; batches are min_batch x 2^k")
         return re.sub(
             r"^(  min_batch:.*)$", r"\1" + "\n  max_batch: 256 # the largest", lines, count=1, flags=re.MULTILINE
         )
     nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
-    least, most = span(found, batch, nodes)
+    least, most = span(recognised, batch, nodes)
     below = "half of that of today" if least < batch else "that of today"
     text = _set(
         text, "min_batch", str(least), f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"

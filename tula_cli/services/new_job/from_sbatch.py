@@ -46,7 +46,7 @@ _COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
 
 @dataclass(frozen=True)
 class _Request:
-    """What a script asks SLURM for."""
+    """The resources and options that a script asks SLURM for."""
 
     options: Mapping[str, Option] = field(default_factory=dict)  # by long names with underscores
     others: Mapping[str, str | bool] = field(default_factory=dict)  # those that nothing is known of

@@ -202,12 +202,12 @@ def _maintenance(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
     """Yield whether training jobs of this length would run into a maintenance window, and wait until it is over."""
     now = time.time()
     begin = next((begin for begin, _ in facts.maintenance if begin > now), math.inf)
-    left = (begin - now) / 60
-    if left < slurm.minutes:
+    remaining = (begin - now) / 60
+    if remaining < slurm.minutes:
         yield warning(
             f"{_PLACE}.minutes",
             f"a job of {slurm.minutes} minutes would not start before the maintenance: {window_words(begin, now)}",
-            f"set it below {max(1, int(left))} to start now" if left >= 2 else "jobs wait until it is over",
+            f"set it below {max(1, int(remaining))} to start now" if remaining >= 2 else "jobs wait until it is over",
             "scheduler",
         )
 

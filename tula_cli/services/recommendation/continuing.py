@@ -35,9 +35,9 @@ def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *
             "undo what was changed, or let tula recommend choose without --from-training",
         )
     here, there = tasks[-1], (task.own_nodes, task.batch)
-    own = {"job": here.job, "signature": rest.signature, "max_lr_factor": here.max_lr_factor}
+    update = {"job": here.job, "signature": rest.signature, "max_lr_factor": here.max_lr_factor}
     if any(later.attempt > rest.attempt and (later.own_nodes, later.batch) == there for later in tasks):
-        return task.model_copy(update={**own, "id": here.id, "attempt": here.attempt})
+        return task.model_copy(update={**update, "id": here.id, "attempt": here.attempt})
     first, *smaller = task.ladder
     rungs = (first.model_copy(update={"prediction": recommendation.choice}), *smaller)
     attempt = here.attempt + 1
@@ -46,7 +46,7 @@ def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *
         " steps recommend"
     )
     return task.model_copy(
-        update={**own, "id": f"{here.job}-{attempt}", "attempt": attempt, "ladder": rungs, "cause": cause}
+        update={**update, "id": f"{here.job}-{attempt}", "attempt": attempt, "ladder": rungs, "cause": cause}
     )
 
 

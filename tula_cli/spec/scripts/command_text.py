@@ -50,11 +50,12 @@ def training_command(
         SpecError: there is none, or more than one, or it needs a shell.
     """
     known = {name: os.environ[name] for name in ("HOME", "USER") if name in os.environ}
+    typed = re.sub(r"\A\s*\$ ", "", text)  # without the prompt
     try:
-        commands = split_commands(re.sub(r"\A\s*\$ ", "", text), {**known, **(variables or {})})
+        commands = split_commands(typed, {**known, **(variables or {})})
     except ValueError as error:
         raise SpecError(f"{text.strip()!r} is no command: {str(error).lower()}", "quote it as a whole") from None
-    return _Reader(text=re.sub(r"\A\s*\$ ", "", text), keeps_setup=keeps_setup, first_line=first_line).read(commands)
+    return _Reader(text=typed, keeps_setup=keeps_setup, first_line=first_line).read(commands)
 
 
 @dataclass
@@ -158,7 +159,7 @@ class _Reader:
                 self.environment[name] = word.text
 
     def _is_rendezvous(self, pipeline: Sequence[Command]) -> bool:
-        """Tell whether a line finds out where the ranks meet, which tula does itself."""
+        """Return whether a line finds out where the ranks meet, which tula does itself."""
         first, raw = pipeline[0], self._raw(pipeline)
         if first.program and first.program[0].text not in ("mapfile", "readarray", "read"):
             return False

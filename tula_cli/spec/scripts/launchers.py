@@ -16,7 +16,7 @@ from tula_cli.words import plural
 RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 })  # fmt: skip
-"""What tula sets for each rank, as torchrun does."""
+"""Variables that tula sets for each rank, as torchrun does."""
 PROCESSES, NODES = "processes per node", "nodes"
 """Keys of questions."""
 
@@ -39,7 +39,7 @@ class Unknown(SpecError):
 
 @dataclass(frozen=True)
 class Known:
-    """What is known beside the command."""
+    """Facts about a command that it does not state itself."""
 
     answers: Mapping[str, str] = field(default_factory=dict)  # to questions, by their keys
     gpus: int = 0  # of a node; 0: not known
@@ -149,12 +149,12 @@ def find_launcher(words: Sequence[Word], known: Known) -> Launch:
 
 
 def starts_program(words: Sequence[Word]) -> bool:
-    """Tell whether a command starts a Python program, a launcher or a script of a shell."""
+    """Return whether a command starts a Python program, a launcher or a script of a shell."""
     return bool(words) and (_is_program(words[0]) or words[0].name in {*_LAUNCHERS, *_FOREIGN, *_WRAPPERS, *_SHELLS})
 
 
 def runs_launcher(words: Sequence[Word]) -> bool:
-    """Tell whether a launcher that is read here stands among the words."""
+    """Return whether a launcher that is read here stands among the words."""
     return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
 
 
@@ -564,7 +564,7 @@ def _self_launching(launch: Launch, known: Known) -> Launch:
 
 
 def _is_several(option: Option) -> bool:
-    """Tell whether an option names more than one GPU, or a number that may be more than one."""
+    """Return whether an option names more than one GPU, or a number that may be more than one."""
     value, is_one = option.value.text, option.name in ("gpu", "device", "gpu_ids", "device_ids")
     if len(option.path) > 1 or option.name not in _DEVICES.split():
         return False

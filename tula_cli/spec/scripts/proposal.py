@@ -142,8 +142,8 @@ def _batch_words(recognised: Recognised) -> str:
     if "batch" in recognised.values:
         return "over all GPUs"
     values = recognised.values
-    own = values.get("local_batch") or f"{values['micro_batch']} x {recognised.accumulate} micro-batches"
-    told = f"{own} a GPU x {plural(recognised.ranks, 'GPU')}"
+    per_process = values.get("local_batch") or f"{values['micro_batch']} x {recognised.accumulate} micro-batches"
+    told = f"{per_process} a GPU x {plural(recognised.ranks, 'GPU')}"
     batch = values.get("local_batch")
     if batch is None or recognised.ranks == 1:
         return told

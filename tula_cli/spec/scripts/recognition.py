@@ -95,7 +95,7 @@ class Recognised:
 
     @property
     def summary(self) -> str:
-        """What was understood: "4 processes per node, 64 samples per process: global batch 256; 90 epochs"."""
+        """The summary for the user: "4 processes per node, 64 samples per process: global batch 256; 90 epochs"."""
         values, reference = self.values, self.script["reference"]
         parts = [plural(self.nodes)] if self.nodes > 1 else []
         parts.append(per_node_words(self.gpus_per_node or 1))

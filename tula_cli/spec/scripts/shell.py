@@ -67,7 +67,7 @@ class Command:
 
     @property
     def exported(self) -> bool:
-        """Whether what it sets is for the programs after it."""
+        """Return whether its variables are exported to the programs after it."""
         return bool(self.words) and self.words[0].raw in _EXPORTS
 
 

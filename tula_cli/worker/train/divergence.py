@@ -1,4 +1,4 @@
-"""Whether a training still computes with finite numbers, as all its ranks see it, and whether its loss has blown up.
+"""Detect a training that computes with numbers that are not finite, as all its ranks see it, or whose loss has blown up.
 
 Reading a loss waits for the device, so losses stay there and are looked at together, where the ranks meet anyway. Under
 fp16 a step whose gradient overflows is skipped, as ever: there the loss counts, which is never scaled, and a loss scale
@@ -47,7 +47,7 @@ class DivergenceDetector:
 
     @property
     def judges(self) -> bool:
-        """Whether finite losses are judged: on rank 0, where the batch grows and a lower learning rate may help."""
+        """Return whether finite losses are judged: on rank 0, where the batch grows and a lower learning rate may help."""
         return self.trainer.ranks.first and self.trainer.spec.train.stages is not None
 
     def judge(self) -> None:

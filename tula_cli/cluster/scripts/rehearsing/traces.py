@@ -57,11 +57,11 @@ def schedule_seen(rows: Sequence[Mapping[str, Any]], *, after: int) -> Schedule 
 
     None without one, or with too few steps to see how it counts.
     """
-    told = [(row["step"], row["schedule"]) for row in rows if row.get("schedule")]
-    if not told or told[-1][0] - told[0][0] < 2:
+    points = [(row["step"], row["schedule"]) for row in rows if row.get("schedule")]
+    if not points or points[-1][0] - points[0][0] < 2:
         return None
-    counted = (told[-1][1]["at"] - told[0][1]["at"]) / (told[-1][0] - told[0][0])
-    _, seen = next((row for row in told if row[0] > after), told[-1])
+    counted = (points[-1][1]["at"] - points[0][1]["at"]) / (points[-1][0] - points[0][0])
+    _, seen = next((row for row in points if row[0] > after), points[-1])
     return Schedule(name=seen["name"].rpartition(".")[2], at=seen["at"], per_step=counted > 0.5, moves=seen["moves"])
 
 

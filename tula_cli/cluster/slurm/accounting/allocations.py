@@ -22,7 +22,9 @@ def parse_record(line: str) -> dict[str, str]:
     keys = list(_KEY.finditer(line))
     ends = [key.start() for key in keys[1:]] + [len(line)]
     found: dict[str, str] = {}
-    for key, end in zip(keys, ends, strict=True):
+    for key, end in zip(
+        keys, ends, strict=False
+    ):  # a line without any field ("No reservations in the system") has an end alone
         found.setdefault(key[1], line[key.end() : end].strip())  # "CfgTRES=cpu=2,..." has no space before "cpu"
     return found
 

@@ -89,7 +89,7 @@ def section(seen: Material) -> Section:
             f"Batch {strong.fixed} is known on {plural(len(strong.points), 'number')} of nodes only: there is no strong scaling"
             " to tell; search.nodes names those that are measured."
         )
-    impossible = [point for one in found for point in one.points if point.efficiency > HIGHEST_EFFICIENCY]
+    impossible = [point for study in found for point in study.points if point.efficiency > HIGHEST_EFFICIENCY]
     if impossible:
         text.append(
             f"An efficiency of {100 * max(point.efficiency for point in impossible):.0f} % is hardly possible: the step time on the"

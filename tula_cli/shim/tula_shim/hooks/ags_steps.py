@@ -151,8 +151,11 @@ class AgsSteps:
     def _note_others(self, base: Any, model: Any) -> None:
         """Say which parameters, of this model and of others (a GAN has two), other optimizers train, unscaled."""
         scaled, module = {id(parameter) for parameter in parameters(base)}, getattr(model, "module", model)
-        counts = [(one, sum(int(p.numel()) for p in parameters(one) if id(p) not in scaled)) for one in self._alive()]
-        others = [f"{full_name(one)} ({count} numbers)" for one, count in counts if count]
+        counts = [
+            (optimizer, sum(int(p.numel()) for p in parameters(optimizer) if id(p) not in scaled))
+            for optimizer in self._alive()
+        ]
+        others = [f"{full_name(optimizer)} ({count} numbers)" for optimizer, count in counts if count]
         if others:
             name, size = type(module).__qualname__, elements(base)
             words = f"AGS scales what {full_name(base)} trains ({size} numbers), the largest optimizer of the largest model ({name})"

@@ -118,12 +118,12 @@ class Files:
     def _kept(self, place: str) -> tuple[bool, str | None]:
         """Return whether there is something from before this probe at a path, and the copy of it."""
         try:
-            found = os.lstat(place)
+            status = os.lstat(place)
         except OSError:
             return False, None
-        if found.st_mtime >= self.since and not stat.S_ISDIR(found.st_mode):
+        if status.st_mtime >= self.since and not stat.S_ISDIR(status.st_mode):
             return False, None
-        if stat.S_ISDIR(found.st_mode) or found.st_size > MAX_COPY:
+        if stat.S_ISDIR(status.st_mode) or status.st_size > MAX_COPY:
             return True, None
         self._copies += 1
         copy = self.folder / "before" / f"{socket.gethostname()}-{os.getpid()}-{self._copies}"

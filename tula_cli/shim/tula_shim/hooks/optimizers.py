@@ -44,12 +44,12 @@ class Optimizers:
         optimizers = [optimizer for reference in self._stepping if (optimizer := reference()) is not None]
         if not optimizers:
             return
-        held = list({id(p): p for optimizer in optimizers for p in parameters(optimizer)}.values())
+        trained = list({id(p): p for optimizer in optimizers for p in parameters(optimizer)}.values())
         entries = [entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)]
         states = [value for entry in entries for value in entry.values()]
         self.bytes = {
-            "parameters": tensor_bytes(held),
-            "gradients": tensor_bytes(p.grad for p in held if p.grad is not None),
+            "parameters": tensor_bytes(trained),
+            "gradients": tensor_bytes(p.grad for p in trained if p.grad is not None),
             "optimizer": tensor_bytes(value for value in states if hasattr(value, "element_size")),
         }
 

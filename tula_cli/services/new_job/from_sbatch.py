@@ -49,7 +49,6 @@ class _Request:
     """The resources and options that a script asks SLURM for."""
 
     options: Mapping[str, Option] = field(default_factory=dict)  # by long names with underscores
-    others: Mapping[str, str | bool] = field(default_factory=dict)  # those that nothing is known of
 
     def text(self, name: str) -> str:
         return self.options[name].value.text if name in self.options else ""
@@ -129,7 +128,6 @@ def from_sbatch(
 
 def _read_request(text: str) -> _Request:
     options: dict[str, Option] = {}
-    others: dict[str, str | bool] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if _COMMAND_STARTS.match(line):
             break  # sbatch reads no further
@@ -139,14 +137,11 @@ def _read_request(text: str) -> _Request:
             words = [Word(each, each) for each in shlex.split(match[1], comments=True)]
         except ValueError as error:
             raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
-        known, unknown, rest = slurm_options(words)
+        known, rest = slurm_options(words)
         if rest:
             raise SpecError(f"line {number}: {rest[0].text!r} is no option of sbatch", "correct the line")
         options |= known
-        for each in unknown:
-            name, equals, value = each.text.lstrip("-").partition("=")
-            others[name] = value if equals else True
-    return _Request(options, others)
+    return _Request(options)
 
 
 def _check_folder(request: _Request) -> None:
@@ -212,7 +207,7 @@ def _settings(request: _Request, recognised: Recognised, offered: Site | None) -
         name.replace("_", "-"): option.value.text or True
         for name, option in request.options.items()
         if name not in {*_SETTINGS, *_SIZES, *_LEFT_OUT}
-    } | dict(request.others)
+    }
     if other := request.other_resources:
         extra["gres"] = other
     if extra:

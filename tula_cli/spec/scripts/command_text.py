@@ -4,7 +4,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.errors import SpecError
@@ -12,16 +12,25 @@ from tula_cli.spec.scripts.launchers import RANK_VARIABLES, runs_launcher, start
 from tula_cli.spec.scripts.options import MAY_BE_BATCH
 from tula_cli.spec.scripts.shell import PIPES, Command, Word, split_commands
 
-_SETS_UP = "module ml source . conda mamba micromamba set shopt ulimit umask unset alias spack eval trap stty"
-_FILES = "mkdir cp mv rm ln tar unzip rsync chmod touch pip pip3 git wget curl sync stat"
 _PRINTS = (
-    "echo printf date hostname pwd which nvidia-smi rocm-smi ls squeue sacct scontrol sleep exit true : cat free df lscpu"
-    " lsb_release env printenv wait whoami uname type seff jobinfo numastat head tail clear"
+    "echo",
+    "printf",
+    "date",
+    "hostname",
+    "pwd",
+    "which",
+    "nvidia-smi",
+    "ls",
+    "env",
+    "sleep",
+    "true",
+    ":",
+    "wait",
 )
-_RENDEZVOUS = re.compile(
-    r"scontrol|hostname|NODELIST|\bSLURM_(?:JOB_)?NODE|comm -23|getsockname|\bip -|SLURM_LAUNCH_NODE"
-)
+"""Commands whose output nobody needs in the job."""
+_RENDEZVOUS = re.compile(r"scontrol|hostname|NODELIST|\bSLURM_(?:JOB_)?NODE|SLURM_LAUNCH_NODE|comm -23|getsockname")
 _WITHOUT_SHELL = "tula starts the command without a shell"
+_Pipeline = list[Command]
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class TrainingCommand:
 
 
 def training_command(
-    text: str, *, keeps_setup: bool = False, variables: Mapping[str, str] | None = None, first_line: int = 1
+    text: str, *, keeps_setup: bool = False, variables: Mapping[str, str] | None = None
 ) -> TrainingCommand:
     """Return the command that starts the training.
 
@@ -44,7 +53,6 @@ def training_command(
         text: a command line, or a script.
         keeps_setup: whether lines that set up the shell have a place in the job; else they are refused.
         variables: that the text may use, by their values.
-        first_line: number of the text's first line, for messages.
 
     Raises:
         SpecError: there is none, or more than one, or it needs a shell.
@@ -55,196 +63,157 @@ def training_command(
         commands = split_commands(typed, {**known, **(variables or {})})
     except ValueError as error:
         raise SpecError(f"{text.strip()!r} is no command: {str(error).lower()}", "quote it as a whole") from None
-    return _Reader(text=typed, keeps_setup=keeps_setup, first_line=first_line).read(commands)
+    return _Reader(typed, keeps_setup).read(list(_pipelines(commands)))
 
 
 @dataclass
 class _Reader:
     text: str
     keeps_setup: bool
-    first_line: int
     environment: dict[str, str] = field(default_factory=dict)
     setup: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     rendezvous: list[str] = field(default_factory=list)  # names of variables that hold where ranks meet
-    functions: set[str] = field(default_factory=set)
-    programs: list[list[Command]] = field(default_factory=list)  # pipelines that start one
 
-    def read(self, commands: Sequence[Command]) -> TrainingCommand:
-        for pipeline in _pipelines(commands):
-            self._take(pipeline)
-        pipeline, others = self._training()
-        first = pipeline[0]
-        self._check_alone(pipeline)
-        for name, word in first.assignments:
+    def read(self, pipelines: Sequence[_Pipeline]) -> TrainingCommand:
+        programs = [pipeline for pipeline in pipelines if self._is_program(pipeline)]
+        training = self._training(programs or ([] if self.keeps_setup else self._others(pipelines)))
+        for pipeline in pipelines:
+            if pipeline is training or pipeline in programs:
+                continue
+            if pipeline[0].start > training[0].start and self.keeps_setup:
+                self.left_out.append(self._raw(pipeline))  # it is no set-up
+            else:
+                self._take(pipeline)
+        self._check_alone(training)
+        for name, word in training[0].assignments:
             if name in RANK_VARIABLES:
                 self.left_out.append(f"{name}={word.text}")
             elif word.unknown and self.keeps_setup:
                 self.setup.append(f"export {word.raw}")
             else:
-                self._refuse_unknown(word)
+                refuse_unknown(word)
                 self.environment[name] = word.text
-        warnings = [
-            f"{self._place(other[0])}{self._raw(other)!r} is not part of the job: run it before, if the training needs it"
-            for other in others
-        ]
-        return TrainingCommand(
-            first.program, self.environment, tuple(self.setup), tuple(self.left_out), tuple(warnings)
+        warnings = tuple(
+            f"{self._place(other)}{self._raw(other)!r} is not part of the job: run it before, if the training needs it"
+            for other in programs
+            if other is not training
         )
+        words = training[0].program
+        return TrainingCommand(words, self.environment, tuple(self.setup), tuple(self.left_out), warnings)
 
-    def _take(self, pipeline: list[Command]) -> None:
+    def _is_program(self, pipeline: _Pipeline) -> bool:
+        """Return whether a program is started that may be the training.
+
+        Raises:
+            SpecError: it stands in a loop, a branch or a function.
+        """
         first = pipeline[0]
-        if first.inside:
-            self._take_block(first, pipeline)
-        elif any(starts_program(command.program) for command in pipeline[1:]):
-            self.programs.append(pipeline)
-        elif not first.program and first.words:
-            self._take_assignments(first, pipeline)
-        elif not first.words or self._is_rendezvous(pipeline):
-            self.left_out.append(self._raw(pipeline))
-        else:
-            name = first.program[0].name
-            writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
-            if name == "eval" and self._runs_program(first):
-                inner = split_commands(" ".join(word.text for word in first.program[1:]))
-                at_once = [replace(each, line=first.line, start=first.start, end=first.end) for each in inner]
-                for each in _pipelines(at_once):
-                    self._take([*each[:-1], replace(each[-1], operator=first.operator), *pipeline[1:]])
-            elif name in self.functions:
-                self._keep(pipeline)
-            elif name in ("cd", "pushd"):
-                self._take_folder(first)
-            elif (
-                (name in _SETS_UP.split() and not self._runs_program(first))
-                or name in _FILES.split()
-                or (name in ("echo", "printf", "cat") and writes_file)
-            ):
-                self._keep(pipeline)
-            elif (name in _PRINTS.split() and (name != "env" or len(first.program) == 1)) or (
-                starts_program(first.program) and first.program[-1].text in ("--version", "-V")
-            ):
-                self.left_out.append(self._raw(pipeline))
-            else:
-                self.programs.append(pipeline)
-
-    def _runs_program(self, command: Command) -> bool:
-        words = [word.text for word in command.program]
-        is_hook = words[0] == "eval" and re.search(r"conda|mamba|module|agent", " ".join(words))
-        return words[1:2] == ["run"] or (words[0] == "eval" and not is_hook)
-
-    def _take_block(self, block: Command, pipeline: Sequence[Command]) -> None:
-        for inner in block.inside:
+        for inner in first.inside:
             words = list(inner.program)
             while words and words[0].raw in ("do", "then", "else", "elif", "!", "{", "(", "if", "while", "for"):
                 words.pop(0)
             if starts_program(words) or runs_launcher(words):
+                opener = first.words[0].raw + "()" * (len(first.words) > 2 and first.words[2].raw == ")")
                 raise SpecError(
-                    f"{self._place(block)}{_short(words)!r} stands in a loop, a branch or a function"
-                    f" ({_opener(block)}), and a job has one training command",
+                    f"{self._place(pipeline)}{_short(words)!r} stands in a loop, a branch or a function ({opener}), and a"
+                    " job has one training command",
                     "give the command of one of them, with its values written out",
                 )
-        self.functions.add(block.words[0 if block.words[0].raw != "function" else 1].raw)
-        self._keep(pipeline)
-
-    def _take_assignments(self, command: Command, pipeline: Sequence[Command]) -> None:
-        names = [name for name, _ in command.assignments]
-        if self._is_rendezvous(pipeline) or any(name in RANK_VARIABLES for name in names):
-            self.rendezvous += names
-            self.left_out.append(self._raw(pipeline))
-        elif self.keeps_setup:
-            self.setup.append(self._raw(pipeline))
-        elif command.exported:
-            for name, word in command.assignments:
-                self._refuse_unknown(word)
-                self.environment[name] = word.text
-
-    def _is_rendezvous(self, pipeline: Sequence[Command]) -> bool:
-        """Return whether a line finds out where the ranks meet, which tula does itself."""
-        first, raw = pipeline[0], self._raw(pipeline)
-        if first.program and first.program[0].text not in ("mapfile", "readarray", "read"):
+        if first.inside:
             return False
-        uses = any(re.search(rf"\$\{{?{name}\b", raw) for name in self.rendezvous)
-        return bool(_RENDEZVOUS.search(raw)) or uses
+        words = list(first.program)
+        is_program = starts_program(words) or (_is_likely(pipeline) and words[0].name not in _PRINTS)
+        is_piped = any(starts_program(command.program) for command in pipeline[1:])
+        return is_piped or (is_program and words[-1].text not in ("--version", "-V"))
 
-    def _take_folder(self, command: Command) -> None:
-        target = command.program[1] if len(command.program) > 1 else Word("", "")
-        is_here = "SLURM_SUBMIT_DIR" in target.unknown or (
-            not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
-        )
-        if not is_here:
-            raise SpecError(
-                f"{self._place(command)}{_short(command.words)!r} is not kept: tula starts the command in the folder that"
-                " tula itself is run in",
-                f"run tula init in {target.text or 'that folder'}, and give the command without it",
-            )
-        self.left_out.append(_short(command.words))
+    def _others(self, pipelines: Sequence[_Pipeline]) -> list[_Pipeline]:
+        """Return the commands that are neither programs that are known nor about the shell."""
+        shell = (*_PRINTS, "cd", "pushd", "set", "source", ".", "module")
+        return [each for each in pipelines if each[0].program and each[0].program[0].name not in shell]
 
-    def _keep(self, pipeline: Sequence[Command]) -> None:
-        first, raw = pipeline[0], self._raw(pipeline)
-        if (
-            re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw)
-            and not raw.startswith("function")
-            and "()" not in raw.split("\n")[0]
-        ):
-            raise SpecError(
-                f"{self._place(first)}{_short(first.words)!r} reads the arguments of the script, and a job has none",
-                "write their values in their places",
-            )
-        if self.keeps_setup:
-            self.setup.append(self._raw(pipeline))
-        elif pipeline[0].program and pipeline[0].program[0].name in ("set", "ulimit", "trap", "mkdir"):
-            self.left_out.append(self._raw(pipeline))
-        else:
-            raise SpecError(
-                f"{self._place(pipeline[0])}{self._raw(pipeline)!r} is for a shell, and {_WITHOUT_SHELL}",
-                "run it before tula; or write the job with tula init slurm, which keeps such lines as cluster.slurm.setup",
-            )
-
-    def _training(self) -> tuple[list[Command], list[list[Command]]]:
-        if not self.programs:
-            what = (
-                "there is no command that starts a program" if self.setup or self.left_out else "the command is empty"
-            )
+    def _training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
+        if not programs:
+            what = "there is no command that starts a program" if self.text.strip() else "the command is empty"
             raise SpecError(what, "give the whole command that you type today")
-        likely = [each for each in self.programs if _is_likely(each)] if self.keeps_setup else self.programs
-        if len(self.programs) > 1 and len(likely) != 1:
-            lines = "; ".join(f"{self._place(each[0])}{_short(each[0].words)!r}" for each in self.programs)
+        likely = [each for each in programs if _is_likely(each)] if self.keeps_setup else programs
+        if len(programs) > 1 and len(likely) != 1:
+            lines = "; ".join(f"{self._place(each)}{_short(each[0].words)!r}" for each in programs)
             raise SpecError(
                 f"there is more than one command that starts a program ({lines}), and a job has one",
                 "give the one that trains; run the others before it",
             )
-        training = likely[0] if len(likely) == 1 else self.programs[0]
-        return training, [each for each in self.programs if each is not training]
+        return likely[0] if likely else programs[0]
 
-    def _check_alone(self, pipeline: Sequence[Command]) -> None:
+    def _take(self, pipeline: _Pipeline) -> None:
+        """Take over what stands before the training."""
+        first, raw = pipeline[0], self._raw(pipeline)
+        name = first.program[0].name if first.program else ""
+        writes_file = any(re.match(r"1?>", text) and "/dev/null" not in text for text in first.redirections)
+        if name in ("cd", "pushd"):
+            self._take_folder(pipeline)
+        elif not first.words or (name in _PRINTS and not writes_file):
+            self.left_out.append(raw)
+        elif not name and self._is_rendezvous(first, raw):
+            self.rendezvous += [variable for variable, _ in first.assignments]
+            self.left_out.append(raw)
+        elif not name and not self.keeps_setup:
+            for variable, word in first.assignments if first.exported else ():
+                refuse_unknown(word)
+                self.environment[variable] = word.text
+        elif not self.keeps_setup:
+            raise SpecError(
+                f"{self._place(pipeline)}{raw!r} is for a shell, and {_WITHOUT_SHELL}",
+                "run it before tula; or write the job with tula init slurm, which keeps such lines as cluster.slurm.setup",
+            )
+        elif re.search(r"\$(?:[1-9@*#]|\{[1-9@*#])", raw) and not re.match(r"function|.*\(\)", raw):
+            raise SpecError(
+                f"{self._place(pipeline)}{_short(first.words)!r} reads the arguments of the script, and a job has none",
+                "write their values in their places",
+            )
+        else:
+            self.setup.append(raw)
+
+    def _is_rendezvous(self, command: Command, raw: str) -> bool:
+        """Return whether variables are about where the ranks meet, which tula finds out itself."""
+        uses = any(re.search(rf"\$\{{?{name}\b", raw) for name in self.rendezvous)
+        return uses or bool(_RENDEZVOUS.search(raw) or RANK_VARIABLES & {name for name, _ in command.assignments})
+
+    def _take_folder(self, pipeline: _Pipeline) -> None:
+        words = pipeline[0].program
+        target = words[1] if len(words) > 1 else Word("", "")
+        is_here = not target.unknown and Path(target.text or Path.home()).resolve() == Path.cwd()
+        if not is_here and "SLURM_SUBMIT_DIR" not in target.unknown:
+            raise SpecError(
+                f"{self._place(pipeline)}{_short(words)!r} is not kept: tula starts the command in the folder that tula"
+                " itself is run in",
+                f"run tula init in {target.text or 'that folder'}, and give the command without it",
+            )
+        self.left_out.append(_short(words))
+
+    def _check_alone(self, pipeline: _Pipeline) -> None:
         """Refuse what cannot be left out around a command: its input, a filter behind it, another in its place."""
         first = pipeline[0]
-        behind = list(itertools.pairwise(pipeline))
-        for before, after in behind:
+        outside = list(first.redirections)
+        for before, after in itertools.pairwise(pipeline):
+            outside.append(f"{before.operator} {self._raw([after])}")
             if before.operator == "||" or after.program[0].name != "tee":
-                what = f"{before.operator} {_short(after.words)}"
                 raise SpecError(
-                    f"{self._place(first)}{what!r} is for a shell, and {_WITHOUT_SHELL}",
+                    f"{self._place(pipeline)}{outside[-1]!r} is for a shell, and {_WITHOUT_SHELL}",
                     "leave it out: what the ranks print is kept in the run's logs",
                 )
-        for redirection in first.redirections:
-            if re.match(r"\d*<", redirection):
-                raise SpecError(
-                    f"{self._place(first)}{redirection!r} gives the command an input, and tula starts it without one",
-                    "give the script an option for it",
-                )
-        outside = [*first.redirections, *(f"{before.operator} {self._raw([after])}" for before, after in behind)]
+        if redirection := next((each for each in first.redirections if re.match(r"\d*<", each)), ""):
+            raise SpecError(
+                f"{self._place(pipeline)}{redirection!r} gives the command an input, and tula starts it without one",
+                "give the script an option for it",
+            )
         self.left_out += [*outside, *(["&"] if pipeline[-1].operator == "&" else [])]
 
-    def _refuse_unknown(self, word: Word) -> None:
-        refuse_unknown(word)
-
-    def _raw(self, pipeline: Sequence[Command]) -> str:
+    def _raw(self, pipeline: _Pipeline) -> str:
         return self.text[pipeline[0].start : pipeline[-1].end].strip()
 
-    def _place(self, command: Command) -> str:
-        several = self.keeps_setup or "\n" in self.text.strip()
-        return f"line {command.line + self.first_line - 1}: " if several else ""
+    def _place(self, pipeline: _Pipeline) -> str:
+        return f"line {pipeline[0].line}: " if self.keeps_setup or "\n" in self.text.strip() else ""
 
 
 def refuse_unknown(word: Word) -> None:
@@ -265,24 +234,18 @@ def refuse_unknown(word: Word) -> None:
         )
 
 
-def _pipelines(commands: Sequence[Command]) -> Iterator[list[Command]]:
-    pipeline: list[Command] = []
+def _pipelines(commands: Sequence[Command]) -> Iterator[_Pipeline]:
+    pipeline: _Pipeline = []
     for command in commands:
         pipeline.append(command)
-        if command.operator not in PIPES:
+        if command.operator not in PIPES or command is commands[-1]:
             yield pipeline
             pipeline = []
-    if pipeline:
-        yield pipeline
 
 
-def _is_likely(pipeline: Sequence[Command]) -> bool:
+def _is_likely(pipeline: _Pipeline) -> bool:
     words = pipeline[0].program
     return runs_launcher(words) or any(MAY_BE_BATCH.search(word.text) for word in words)
-
-
-def _opener(block: Command) -> str:
-    return block.words[0].raw + "()" * (len(block.words) > 2 and block.words[2].raw == ")")
 
 
 def _short(words: Sequence[Word]) -> str:

@@ -1,14 +1,14 @@
 """Who starts the processes of a command, wherever it stands in it: wrappers, launchers with their options, and the script."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.options import Option, launcher_options, read_options
+from tula_cli.spec.scripts.options import Option, filled, filled_in, launcher_options, read_options
+from tula_cli.spec.scripts.placeholders import SCRIPTS
 from tula_cli.spec.scripts.shell import Word, split_commands
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import plural
@@ -68,56 +68,81 @@ class Launch:
     slurm: Mapping[str, Option] = field(default_factory=dict)  # what srun was asked for, by long names
 
 
-# --- wrappers
-
-
 @dataclass(frozen=True)
-class _Wrapper:
-    """A program that runs another: its sub-commands, its options with a value, and the words before the other's name."""
+class _Launcher:
+    """A program that starts processes: the meaning of its options, which have underscores here."""
 
-    commands: tuple[str, ...] = ()
-    valued: str = ""  # names without dashes
-    words: int = 0
+    name: str
+    nodes: str = ""
+    per_node: str = ""  # processes of a node
+    total: str = ""  # processes of all nodes
+    others: str = ""  # options that tula has no use for; with none, every option is handed on
+    one_process: bool = False  # is what it starts without an option of processes
+    local_rank: bool = False  # it hands --local_rank on to the script
 
 
-_RUNNER = _Wrapper(("run",), "e environment p python project directory with extra group env-file package only-group C")
-_CONDA = _Wrapper(("run",), "n name p prefix cwd")
-_CONTAINER = _Wrapper(
-    ("exec", "run"), "B bind env env-file H home pwd cwd W workdir o overlay mount S scratch network app security", 1
+_TORCHRUN = _Launcher(
+    "torchrun",
+    "nnodes",
+    "nproc_per_node",
+    others="node_rank master_addr master_port local_addr rdzv_id rdzv_backend rdzv_endpoint rdzv_conf max_restarts"
+    " monitor_interval start_method role log_dir r redirects t tee local_ranks_filter logs_specs event_log_handler"
+    " numa_binding signals_to_handle standalone m module no_python run_path use_env",
+    one_process=True,
 )
-_WRAPPERS = {
-    **dict.fromkeys(("uv", "poetry", "pixi", "pdm", "rye", "hatch", "pipenv"), _RUNNER),
-    **dict.fromkeys(("conda", "mamba", "micromamba"), _CONDA),
-    **dict.fromkeys(("apptainer", "singularity"), _CONTAINER),
-    "shifter": _Wrapper((), "image volume module env env-file V"),
-    "env": _Wrapper((), "u unset C chdir"),
-    "numactl": _Wrapper((), "N cpunodebind m membind C physcpubind p preferred i interleave"),
-    "taskset": _Wrapper((), "c cpu-list"),
-    "nice": _Wrapper((), "n adjustment"),
-    "ionice": _Wrapper((), "c class n classdata"),
-    "stdbuf": _Wrapper((), "o output e error i input"),
-    "timeout": _Wrapper((), "s signal k kill-after", 1),
-    "nsys": _Wrapper(("profile",), "o output t trace s sample c capture-range w d y e delay duration"),
-    "xvfb-run": _Wrapper((), "s server-args n server-num e error-file"),
+_DEEPSPEED = _Launcher(
+    "deepspeed",
+    "num_nodes",
+    "num_gpus include i",
+    others="H hostfile e exclude master_port master_addr node_rank launcher launcher_args bind_core_list ssh_port"
+    " module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank",
+    local_rank=True,
+)
+_COMPOSER = _Launcher(
+    "composer",
+    per_node="n nproc",
+    total="world_size",
+    others="stdout stderr base_rank node_rank master_addr master_port v verbose m module_mode",
+)
+_ACCELERATE = _Launcher("accelerate", "num_machines", total="num_processes")
+_SRUN = _Launcher("srun", "nodes", "ntasks_per_node", "ntasks")
+_LAUNCHERS = {
+    **dict.fromkeys(("torchrun", "torch.distributed.run"), _TORCHRUN),
+    "torch.distributed.launch": replace(_TORCHRUN, local_rank=True),
+    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), _DEEPSPEED),
+    **dict.fromkeys(("composer", "composer.cli.launcher"), _COMPOSER),
+    **dict.fromkeys(("accelerate", "accelerate-launch", "accelerate.commands.launch"), _ACCELERATE),
+    "srun": _SRUN,
 }
-_LEFT_OUT = ("time", "nohup", "exec", "command", "setsid")
+"""By the name of the program, or of the module after `python -m`."""
 _MPI = "starts the processes itself and tells them of each other in MPI's variables, which a script under tula does not get"
 _SUBMITS = "submits a job, and tula submits its own"
 _FOREIGN = {
     **dict.fromkeys(("mpirun", "mpiexec", "orterun", "horovodrun", "jsrun", "aprun", "ibrun"), _MPI),
-    **dict.fromkeys(
-        ("docker", "podman", "nerdctl", "kubectl"), "does not hand the variables of a rank on to the container"
-    ),
-    **dict.fromkeys(("sudo", "su", "doas"), "runs it as another user, without the variables of a rank"),
-    **dict.fromkeys(("ssh", "pdsh", "clush"), "runs it on another machine, and tula starts it on the nodes itself"),
-    **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray", "modal"), _SUBMITS),
-    **dict.fromkeys(("eval", "xargs", "parallel", "watch", "tmux", "screen"), "makes the command while it runs"),
-    **dict.fromkeys(
-        ("colossalai", "fabric", "lightning", "torchpippy"), "is a launcher whose options are not read here"
-    ),
+    **dict.fromkeys(("docker", "podman", "kubectl"), "does not hand the variables of a rank on to the container"),
+    **dict.fromkeys(("sudo", "su"), "runs it as another user, without the variables of a rank"),
+    **dict.fromkeys(("ssh", "pdsh"), "runs it on another machine, and tula starts it on the nodes itself"),
+    **dict.fromkeys(("sbatch", "salloc", "qsub", "bsub", "torchx", "sky", "ray"), _SUBMITS),
+    **dict.fromkeys(("xargs", "parallel", "watch", "tmux", "screen"), "makes the command while it runs"),
+    **dict.fromkeys(("colossalai", "fabric", "lightning"), "is a launcher whose options are not read here"),
 }
+_WRAPPERS = frozenset({
+    "uv", "poetry", "pixi", "pdm", "rye", "hatch", "pipenv", "conda", "mamba", "micromamba", "apptainer", "singularity",
+    "shifter", "env", "numactl", "taskset", "nice", "ionice", "stdbuf", "timeout", "nsys", "ncu", "xvfb-run", "coverage",
+    "kernprof", "viztracer", "scalene", "memray", "pyinstrument",
+})  # fmt: skip
+"""Programs that run another once; what stands before the other is kept as it is."""
+_LEFT_OUT = ("time", "nohup", "exec", "command", "setsid", "eval")
 _PYTHON = re.compile(r"i?python[\d.]*|pypy[\d.]*")
 _SHELLS = ("bash", "sh", "zsh", "dash")
+_WHOLE = "give the whole command that you type today"
+_HOW_TO_START = (
+    "if it starts N on each node, write {gpus_per_node=N} in place of a number of GPUs; if it is one of several"
+    " processes, put torchrun --nproc_per_node=N before the script in place of python"
+)
+
+
+# --- where it begins
 
 
 def find_launcher(words: Sequence[Word], known: Known) -> Launch:
@@ -127,22 +152,15 @@ def find_launcher(words: Sequence[Word], known: Known) -> Launch:
         Unknown: the number of its processes cannot be known.
         SpecError: there is no script, or the launcher has no counterpart.
     """
-    rest, wrapper, left_out = list(words), list[Word](), list[str]()
-    while rest:
-        name = rest[0].name
-        if name in _LEFT_OUT:
-            left_out.append(rest.pop(0).raw)
-        elif (skipped := _wrapper_size(rest)) and skipped < len(rest):
-            wrapper, rest = [*wrapper, *rest[:skipped]], rest[skipped:]
-        elif name in _SHELLS and (inner := _inner_command(rest)) is not None:
-            rest = inner
-        elif name not in {*_LAUNCHERS, *_FOREIGN} and not _is_program(rest[0]) and (later := _first_program(rest)):
-            wrapper, rest = [*wrapper, *rest[:later]], rest[later:]
-        else:
-            break
+    rest, left_out = _without_prefix(words)
     if not rest:
-        raise SpecError("the command is empty", "give the whole command that you type today")
-    launch = _launch(rest, known)
+        raise SpecError("the command is empty", _WHOLE)
+    place = _start(rest)
+    if rest[0].name not in _WRAPPERS and rest[place].name not in _LAUNCHERS and not known.starts_ranks:
+        place = 0  # it may start several processes itself
+    wrapper, rest = rest[:place], rest[place:]
+    inner = _inner_command(rest) if rest[0].name in _SHELLS else None
+    launch = find_launcher(inner, known) if inner is not None else _launch(rest, known)
     if wrapper and launch.program and launch.program[0].text.endswith(".py"):
         launch = replace(launch, program=(Word("python", "python"), *launch.program))
     return replace(launch, wrapper=(*wrapper, *launch.wrapper), left_out=(*left_out, *launch.left_out))
@@ -150,7 +168,8 @@ def find_launcher(words: Sequence[Word], known: Known) -> Launch:
 
 def starts_program(words: Sequence[Word]) -> bool:
     """Return whether a command starts a Python program, a launcher or a script of a shell."""
-    return bool(words) and (_is_program(words[0]) or words[0].name in {*_LAUNCHERS, *_FOREIGN, *_WRAPPERS, *_SHELLS})
+    rest, _ = _without_prefix(words)
+    return bool(rest) and (_is_start(rest[0]) or (rest[0].name in _WRAPPERS and _start(rest) > 0))
 
 
 def runs_launcher(words: Sequence[Word]) -> bool:
@@ -158,44 +177,26 @@ def runs_launcher(words: Sequence[Word]) -> bool:
     return any(word.name in _LAUNCHERS or word.text in _LAUNCHERS for word in words)
 
 
-def _is_program(word: Word) -> bool:
-    return bool(_PYTHON.fullmatch(word.name)) or word.text.endswith((".py", ".sh"))
+def _without_prefix(words: Sequence[Word]) -> tuple[list[Word], list[str]]:
+    """Return a command without `time`, `nohup` and the like, and those."""
+    size = next((place for place, word in enumerate(words) if word.name not in _LEFT_OUT), len(words))
+    return list(words[size:]), [word.raw for word in words[:size]]
 
 
-def _first_program(words: Sequence[Word]) -> int:
-    """Return where, behind words that are not known, a launcher or Python stands; 0 where none does."""
-    names = {*_LAUNCHERS, *_FOREIGN}
-    return next(
-        (
-            place
-            for place, word in enumerate(words)
-            if place and not re.search("[:,=]", word.text) and (word.name in names or _PYTHON.fullmatch(word.name))
-        ),
-        0,
-    )
+def _is_start(word: Word) -> bool:
+    """Return whether a word is a launcher, Python, a shell or a script."""
+    is_name = word.name in _LAUNCHERS or word.name in _FOREIGN or word.name in _SHELLS or _PYTHON.fullmatch(word.name)
+    return word.text.endswith(SCRIPTS) or (bool(is_name) and not re.search("[:,=]", word.text))
 
 
-def _wrapper_size(words: Sequence[Word]) -> int:
-    """Return how many words a wrapper that is known takes at the start; 0 where none stands there."""
-    if (wrapper := _WRAPPERS.get(words[0].name)) is None:
-        return 0
-    place, positional = 1, wrapper.words
-    command = not wrapper.commands
-    while place < len(words):
-        text = words[place].text
-        if text == "--":
-            return place + 1 if command else 0
-        if text.startswith("-"):
-            place += 2 if text.lstrip("-") in wrapper.valued.split() else 1
-        elif not command:
-            if text not in wrapper.commands:
-                return 0
-            command, place = True, place + 1
-        elif words[0].name == "env" and re.match(r"\w+=", text):
-            place += 1
-        elif positional or (words[0].name == "taskset" and re.fullmatch(r"0x[0-9a-f]+|\d+", text)):
-            positional, place = max(0, positional - 1), place + 1
-        else:
+def _start(words: Sequence[Word]) -> int:
+    """Return where a program is started behind others; 0 where none is. Of two names in a row the first is an argument."""
+    starts = [place for place, word in enumerate(words) if _is_start(word)]
+    for place in starts:
+        is_argument = (
+            place + 1 in starts and not words[place + 1].text.endswith(SCRIPTS) and words[place].name != "srun"
+        )
+        if place == 0 or not is_argument:
             return place
     return 0
 
@@ -214,284 +215,47 @@ def _inner_command(words: Sequence[Word]) -> list[Word] | None:
     return list(commands[0].program)
 
 
-# --- launchers
-
-
-def count(option: Option | None, key: str, known: Known, *, missing: str) -> int:
-    """Return a number of processes or nodes that an option gives.
-
-    Raises:
-        Unknown: it is a variable, `gpu`, a range, or not there.
-    """
-    value = option.value if option else Word("", "")
-    if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d*)\}?", value.text):
-        return int(match[1])
-    if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", value.text) and not value.unknown:  # numbers of devices
-        return len(re.findall(r"\d+", value.text))
-    if (answer := known.answer(key)) is not None:
-        return answer
-    if key == PROCESSES and known.gpus and value.text in ("", "gpu", "cuda", "auto", "-1"):
-        return known.gpus
-    written = option.written if option else missing
-    flag = re.split(r"[ =]", written)[0]
-    equals = "=" if option and "=" in written and " " not in written else " "
-    raise Unknown(
-        f"the command does not say how many {key} it starts: {written}{'' if option else ' is not given'}",
-        f"write the number, as in {flag}{equals}4",
-        key=key,
-        question=f"how many {key} does the command start ({written})?",
-    )
-
-
-def _ask_processes(what: str, hint: str, known: Known) -> int:
-    if (answer := known.answer(PROCESSES)) is not None:
-        return answer
-    question = f"how many {PROCESSES} does it start by itself ({what})?"
-    raise Unknown(
-        f"{what}: how many processes it starts by itself is not known", hint, key=PROCESSES, question=question
-    )
-
-
-def _counted(
-    launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
-) -> Launch:
-    """Return a launch with its numbers of nodes and processes, and the options that gave them."""
-    given = ((nodes, plural(machines)), (each, per_node_words(processes)))
-    sources = tuple((option.written, words) for option, words in given if option)
-    return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
-
-
-@dataclass(frozen=True)
-class _RankLauncher:
-    """A launcher that starts ranks as tula does, so that it is left out: its options."""
-
-    name: str
-    valued: str
-    flags: str
-    nodes: str  # options that give the nodes
-    processes: str  # and the processes of a node
-    one_process: bool = False  # is what it starts without that option; else one for each GPU
-    local_rank: bool = False  # it hands --local_rank on to the script
-
-
-_TORCHRUN = _RankLauncher(
-    "torchrun",
-    "nnodes nproc_per_node node_rank master_addr master_port local_addr rdzv_id rdzv_backend rdzv_endpoint rdzv_conf"
-    " max_restarts monitor_interval start_method role log_dir r redirects t tee local_ranks_filter logs_specs"
-    " event_log_handler numa_binding signals_to_handle",
-    "standalone m module no_python run_path use_env",
-    "nnodes",
-    "nproc_per_node",
-    one_process=True,
-)
-_DEEPSPEED = _RankLauncher(
-    "deepspeed",
-    "H hostfile i include e exclude num_nodes num_gpus master_port master_addr node_rank launcher launcher_args"
-    " min_elastic_nodes max_elastic_nodes autotuning bind_core_list ssh_port enable_each_rank_log venv_script",
-    "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank elastic_training",
-    "num_nodes",
-    "num_gpus include i",
-    local_rank=True,
-)
-_COMPOSER = _RankLauncher(
-    "composer",
-    "n nproc stdout stderr world_size base_rank node_rank master_addr master_port",
-    "v verbose m module_mode c command_mode",
-    "world_size",
-    "n nproc",
-)
-_AS_MODULE, _BARE, _NO_LOCAL_RANK = {"m", "module", "module_mode"}, {"no_python", "c", "command_mode"}, {"use_env", "no_local_rank"}  # fmt: skip
-
-
-def _take_ranks(kind: _RankLauncher, start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    """Return what each rank runs: a script, a module or a program."""
-    options, unknown, rest = launcher_options(words, kind.valued, kind.flags, abbreviated=kind is _TORCHRUN)
-    if unknown and kind is _TORCHRUN:
-        hint = "leave it out, if it is not needed"
-        raise SpecError(f"torchrun's {unknown[0].raw} is not known: tula starts the ranks itself", hint)
-    _check_script(rest)
-    nodes = next((options[name] for name in kind.nodes.split() if name in options), None)
-    each = next((options[name] for name in kind.processes.split() if name in options), None)
-    machines = count(nodes, NODES, known, missing="") if nodes else 1
-    if each and each.name in ("include", "i"):  # host:0,1@host:0,1
-        hosts = [host.partition(":")[2] for host in each.value.text.split("@")]
-        each, machines = replace(each, value=Word(f"[{hosts[0]}]" if len({*hosts}) == 1 else "", "")), len(hosts)
-    missing = "-n" if kind is _COMPOSER else f"--{kind.processes.split()[0]}"
-    processes = count(each, PROCESSES, known, missing=missing) if each or not kind.one_process else 1
-    if kind is _COMPOSER:
-        machines = max(1, machines // processes)  # from the processes of all
-        start = (Word("env", "env"), _filled("NODE_RANK={node_rank}"), *start)  # which torchrun does not set
-    module = [Word("-m", "-m")] if _AS_MODULE & options.keys() else []
-    program = (*(() if _BARE & options.keys() else start), *module, rest[0])
-    flag = _local_rank_flag(known.folder / rest[0].text) if kind.local_rank and not _NO_LOCAL_RANK & {*options} else ""
-    rank_option = (_filled(f"{flag}={{local_rank}}"),) if flag else ()
-    return _counted(Launch(program, (*rank_option, *rest[1:])), kind.name, machines, processes, nodes, each)
-
-
-def _check_script(rest: Sequence[Word]) -> None:
-    if not rest:
-        raise SpecError("the command has a launcher but no script", "give the whole command that you type today")
-
-
-def _local_rank_flag(script: Path) -> str:
-    """Return the option by which a script takes its rank, as its text spells it; nothing where it takes none."""
-    try:
-        text = script.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "--local_rank"
-    return next((flag for flag in ("--local-rank", "--local_rank") if flag in text), "")
-
-
-_ACCELERATE_ON_NODES = (
-    "--num_processes {world} --num_machines {nodes} --machine_rank {node_rank} --main_process_ip {master_addr}"
-    " --main_process_port {master_port}"
-)
-
-
-def _accelerate(start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    valued = "num_processes num_machines machine_rank main_process_ip main_process_port"
-    options, others, rest = launcher_options(words, valued, "multi_gpu")
-    _check_script(rest)
-    config = next((option.value.text for option in read_options(others) if option.name == "config_file"), "")
-    if config and "num_processes" not in options:
-        for name, value in _accelerate_config(config, known).items():
-            written = Word(f"{name}: {value}", f"{name}: {value}")
-            options.setdefault(name, Option((written,), f"{name} ", Word(str(value), str(value))))
-    nodes, world = options.get("num_machines"), options.get("num_processes")
-    machines = count(nodes, NODES, known, missing="") if nodes else 1
-    answer = None if world else known.answer(PROCESSES) or known.gpus
-    processes = answer * machines if answer else count(world, PROCESSES, known, missing="--num_processes")
-    if processes % machines:
-        raise SpecError(f"{processes} processes do not divide among {plural(machines)}", "give --num_processes that do")
-    program = (*start, *map(_filled, _ACCELERATE_ON_NODES.split()), *others, rest[0])
-    launch = Launch(program, tuple(rest[1:]), "node")
-    return _counted(launch, "accelerate", machines, processes // machines, nodes, world)
-
-
-def _accelerate_config(path: str, known: Known) -> dict[str, Any]:
-    try:
-        text = (known.folder / Path(path).expanduser()).read_text(encoding="utf-8")
-    except OSError as error:
-        hint = "run tula init where the file is, or give --num_processes"
-        raise SpecError(f"cannot read accelerate's --config_file {path}: {error.strerror}", hint) from None
-    content = parse_yaml(text, source=path)
-    return content if isinstance(content, dict) else {}
-
-
-def _srun(_: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
-    options, _, rest = slurm_options(words)
-    _check_script(rest)
-    if container := next((name for name in options if name.startswith("container")), ""):
-        raise SpecError(
-            f"srun's {options[container].written} starts the job's own supervisor in the container too, without tula",
-            "start the container by words before the script, as apptainer exec does",
-        )
-    nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
-    several = bool(tasks or each) or known.tasks_per_node > 1
-    launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
-    machines = count(nodes, NODES, known, missing="") if nodes else known.nodes or launch.nodes
-    if launch.launcher:  # it starts the processes, and srun has it once a node
-        return launch if launch.nodes > 1 else replace(launch, nodes=machines)
-    if tasks and not each:
-        per_node = max(1, count(tasks, PROCESSES, known, missing="") // machines)
-    elif each or not known.tasks_per_node:
-        per_node = count(each, PROCESSES, known, missing="srun's --ntasks-per-node")
-    else:
-        per_node = known.tasks_per_node
-    return _counted(launch, "srun", machines, per_node, nodes, each or tasks)
-
-
-_SLURM_SHORT = {
-    "A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job_name", "L": "licenses", "M": "clusters",
-    "N": "nodes", "S": "core_spec", "a": "array", "b": "begin", "c": "cpus_per_task", "d": "dependency", "e": "error",
-    "i": "input", "m": "distribution", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time",
-    "w": "nodelist", "x": "exclude", "tasks_per_node": "ntasks_per_node", "l": "label", "K": "kill_on_bad_exit",
-}  # fmt: skip
-_SLURM_FLAGS = (
-    "exclusive label l unbuffered u verbose v quiet Q overcommit O oversubscribe s hold H kill_on_bad_exit K overlap"
-    " pty exact requeue no_requeue parsable no_kill k contiguous spread_job use_min_nodes wait W test_only X propagate"
-    " disable_status preempt_id get_user_env ignore_pbs"
-)
-_SLURM_VALUED = (
-    "ntasks_per_node ntasks_per_gpu ntasks_per_socket ntasks_per_core gres gpus_per_node gpus_per_task"
-    " gpus_per_socket cpus_per_gpu mem mem_per_gpu mem_per_cpu gpu_bind cpu_bind mem_bind export export_file mpi hint"
-    " jobid reservation signal open_mode mail_type mail_user comment wckey switches tmp nice priority time_min deadline"
-    " network gpu_freq threads_per_core cores_per_socket sockets_per_node mincpus tres_per_task acctg_freq profile"
-    " container_image container_mounts container_workdir container_name container_env container quotatype uid gid"
-    " power delay_boot bcast multi_prog task_prolog task_epilog prolog epilog wrap"
-)
-
-
-def slurm_options(words: Sequence[Word]) -> tuple[dict[str, Option], list[Word], list[Word]]:
-    """Return options of sbatch or srun by their long names with underscores, words that are none, and those behind them."""
-    names = [*_SLURM_SHORT, *_SLURM_SHORT.values(), *_SLURM_VALUED.split()]
-    valued = " ".join(name for name in names if name not in _SLURM_FLAGS.split())
-    options, others, rest = launcher_options(words, valued, _SLURM_FLAGS)
-    return {_SLURM_SHORT.get(name, name): option for name, option in options.items()}, others, rest
-
-
-_LAUNCHERS: dict[str, Callable[[Sequence[Word], Sequence[Word], Known], Launch]] = {
-    "torchrun": partial(_take_ranks, _TORCHRUN),
-    "torch.distributed.run": partial(_take_ranks, _TORCHRUN),
-    "torch.distributed.launch": partial(_take_ranks, replace(_TORCHRUN, local_rank=True)),
-    "deepspeed": partial(_take_ranks, _DEEPSPEED),
-    "deepspeed.launcher.runner": partial(_take_ranks, _DEEPSPEED),
-    "composer": partial(_take_ranks, _COMPOSER),
-    "composer.cli.launcher": partial(_take_ranks, _COMPOSER),
-    "accelerate": _accelerate,
-    "accelerate-launch": _accelerate,
-    "accelerate.commands.launch": _accelerate,
-    "srun": _srun,
-}
-"""By the name of the program, or of the module after `python -m`."""
-
-
 def _launch(words: Sequence[Word], known: Known) -> Launch:
     first = words[0]
     if why := _FOREIGN.get(first.name):
         hint = (
-            "give the command that each GPU runs, with torchrun --nproc_per_node=N before the script for its processes"
+            "tula init --from-sbatch FILE reads a script of sbatch"
+            if first.name in ("sbatch", "salloc")
+            else "give the command that each GPU runs, with torchrun --nproc_per_node=N before the script for its processes"
         )
-        if first.name in ("sbatch", "salloc"):
-            hint = "tula init --from-sbatch FILE reads a script of sbatch"
         raise SpecError(f"{first.text} {why}", hint)
-    if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
-        raise SpecError("accelerate starts a script by accelerate launch", "give the whole command that you type today")
-    if take := _LAUNCHERS.get(first.name):
+    if launcher := _LAUNCHERS.get(first.name):
+        if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
+            raise SpecError("accelerate starts a script by accelerate launch", _WHOLE)
+        if launcher is _SRUN:
+            return _srun(words[1:], known)
         size = 2 if first.name == "accelerate" else 1
         folder = first.text.rpartition("/")[0]  # its python is the one that runs the ranks
         interpreter = str(Path(folder, "python")) if folder else "python"
-        return take(
-            words[:size] if take is _accelerate else [Word(interpreter, interpreter, first.unknown)],
-            words[size:],
-            known,
-        )
+        start = words[:size] if launcher is _ACCELERATE else [Word(interpreter, interpreter, first.unknown)]
+        return _take(launcher, start, words[size:], known)
     if _PYTHON.fullmatch(first.name):
         return _python(words, known)
     if first.name in _SHELLS or first.text.endswith(".sh"):
         return _shell_script(words, known)
-    runs_script = any(_is_program(word) for word in words[1:3]) and first.name not in _ONE_PROCESS.split()
-    if first.name in _STARTS_ITS_OWN.split() or (runs_script and not known.starts_ranks):
-        each = _ask_processes(f"{first.text} {words[1].text if len(words) > 1 else ''}".strip(), _HOW_TO_START, known)
-        return _counted(
-            Launch((first,), tuple(words[1:]), "rank" if each == 1 else "node"), first.name, 1, each, None, None
-        )
-    return _self_launching(Launch((first,), tuple(words[1:])), known)
+    return _by_itself(Launch((first,), tuple(words[1:])), known, is_script=first.text.endswith(".py"))
 
 
 def _python(words: Sequence[Word], known: Known) -> Launch:
     place = 1
     while place < len(words) and words[place].text.startswith("-") and words[place].text not in ("-m", "-c", "-"):
-        place += 2 if words[place].text in ("-W", "-X", "--check-hash-based-pycs") else 1
-    _check_script(words[place:])
-    if words[place].text == "-m":
-        module = words[place + 1].text if place + 1 < len(words) else ""
-        if take := _LAUNCHERS.get(module if "." in module else ""):
-            return take(words[: place + 2] if take is _accelerate else words[:place], words[place + 2 :], known)
-        if re.search(r"launch|\.distributed\b|elastic", module):
-            raise SpecError(f"{module} is a launcher whose options are not read here", _HOW_TO_START)
-    place += words[place].text in ("-m", "-c")
-    return _self_launching(Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known)
+        place += 2 if words[place].text in ("-W", "-X") else 1
+    if words[place : place + 1] and words[place].text in ("-m", "-c"):
+        place += 1
+    if place >= len(words):
+        raise SpecError("the command has a launcher but no script", _WHOLE)
+    name = words[place].name
+    if (launcher := _LAUNCHERS.get(name)) and launcher is not _SRUN:
+        start = words[: place + 1] if launcher is _ACCELERATE else words[: place - (words[place - 1].text == "-m")]
+        return _take(launcher, start, words[place + 1 :], known)
+    if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
+        raise SpecError(f"{name} is a launcher whose options are not read here", _HOW_TO_START)
+    return _by_itself(Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known, is_script=True)
 
 
 def _shell_script(words: Sequence[Word], known: Known) -> Launch:
@@ -512,29 +276,211 @@ def _shell_script(words: Sequence[Word], known: Known) -> Launch:
     return replace(launch, launch="rank" if each == 1 else "node", per_node=each)
 
 
+# --- launchers
+
+
+def count(option: Option | None, key: str, known: Known, *, missing: str = "") -> int:
+    """Return a number of processes or nodes that an option gives.
+
+    Raises:
+        Unknown: it is a variable, `gpu`, a range, or not there.
+    """
+    if (number := _number(option)) is not None:
+        return number
+    if (answer := known.answer(key)) is not None:
+        return answer
+    if key == PROCESSES and known.gpus and (option is None or option.value.text in ("gpu", "cuda", "auto", "-1")):
+        return known.gpus
+    written = option.written if option else missing
+    flag = re.split(r"[ =]", written)[0]
+    equals = "=" if "=" in written and " " not in written else " "
+    raise Unknown(
+        f"the command does not say how many {key} it starts: {written}{'' if option else ' is not given'}",
+        f"write the number, as in {flag}{equals}4",
+        key=key,
+        question=f"how many {key} does the command start ({written})?",
+    )
+
+
+def _number(option: Option | None) -> int | None:
+    """Return the number that an option's value is, or that of the devices in it."""
+    text = option.value.text if option and not option.value.unknown else ""
+    if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d*)\}?", text):
+        return int(match[1])
+    return len(re.findall(r"\d+", text)) if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", text) else None
+
+
+def _ask_processes(what: str, hint: str, known: Known) -> int:
+    if (answer := known.answer(PROCESSES)) is not None:
+        return answer
+    question = f"how many {PROCESSES} does it start by itself ({what})?"
+    raise Unknown(
+        f"{what}: how many processes it starts by itself is not known", hint, key=PROCESSES, question=question
+    )
+
+
+def _processes(each: Option | None, total: Option | None, machines: int, known: Known, *, missing: str) -> int:
+    """Return the processes of a node, by an option for them or for those of all nodes."""
+    world = _number(total) if each is None else None
+    if world is None:
+        return count(each or total, PROCESSES, known, missing=missing)
+    if world % machines:
+        raise SpecError(f"{plural(world, 'process')} do not divide among {plural(machines)}", "give a number that does")
+    return world // machines
+
+
+def _counted(
+    launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
+) -> Launch:
+    """Return a launch with its numbers of nodes and processes, and the options that gave them."""
+    given = ((nodes, plural(machines)), (each, per_node_words(processes)))
+    sources = tuple((option.written, words) for option, words in given if option)
+    return replace(launch, launcher=launcher, nodes=machines, per_node=processes, sources=sources)
+
+
+def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
+    """Return a launcher's command: what each rank runs, or for accelerate itself with the numbers that tula gives."""
+    options, rest = _options(launcher, words)
+    if not rest:
+        raise SpecError("the command has a launcher but no script", _WHOLE)
+    given = {option.meaning: option for option in options}
+    if "config_file" in given and "num_processes" not in given:
+        given = {**_accelerate_config(given["config_file"].value.text, known), **given}
+    nodes, each, total = (
+        next((given[name] for name in names.split() if name in given), None)
+        for names in (launcher.nodes, launcher.per_node, launcher.total)
+    )
+    needs_nodes = {"hostfile", "H"} & given.keys() and not {"include", "i"} & given.keys()
+    machines = count(nodes, NODES, known, missing=f"--{launcher.nodes}") if nodes or needs_nodes else 1
+    if each and each.meaning in ("include", "i"):  # host:0,1@host:0,1
+        hosts = [host.partition(":")[2] for host in each.value.text.split("@")]
+        each, machines = replace(each, value=Word(f"[{hosts[0]}]" if len({*hosts}) == 1 else "", "")), len(hosts)
+    if launcher.one_process and not each:
+        processes = 1
+    else:
+        missing = f"--{launcher.per_node or launcher.total}".replace("--n ", "-n ").split()[0]
+        processes = _processes(each, total, machines, known, missing=missing)
+    if launcher is _ACCELERATE:
+        taken = {*_ACCELERATE_ON_NODES.replace("--", "").split(), "multi_gpu"}
+        others = [word for option in options if option.meaning not in taken for word in option.words]
+        program = (*start, *map(filled, _ACCELERATE_ON_NODES.split()), *others, rest[0])
+        launch = Launch(program, tuple(rest[1:]), "node")
+        return _counted(launch, launcher.name, machines, processes, nodes, each or total)
+    if launcher is _COMPOSER:
+        machines = max(1, count(total, PROCESSES, known) // processes) if total else 1
+        start = (Word("env", "env"), filled("NODE_RANK={node_rank}"), *start)  # which torchrun does not set
+    module = [Word("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
+    program = (*(() if given.keys() & {"no_python"} else start), *module, rest[0])
+    hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
+    flag = _local_rank_flag(known.folder / rest[0].text) if hands_on else ""
+    rank_option = (filled(f"{flag}={{local_rank}}"),) if flag else ()
+    return _counted(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
+
+
+def _options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Option], list[Word]]:
+    """Return a launcher's options and the words behind them. The start of a name will do for those with a number."""
+    options, rest = launcher_options(words, _is_start)
+    numbers = f"{launcher.nodes} {launcher.per_node} {launcher.total}".split()
+    result = []
+    for option in options:
+        name = option.meaning
+        longer = [each for each in numbers if len(name) > 2 and each.startswith(name)]
+        name = longer[0] if name not in numbers and len(longer) == 1 else name
+        if launcher.others and name not in [*numbers, *launcher.others.split()]:
+            raise SpecError(
+                f"{launcher.name}'s {option.label} is not known: tula starts the ranks itself",
+                "leave it out, if it is not needed",
+            )
+        result.append(replace(option, meaning=name))
+    return result, rest
+
+
+def _local_rank_flag(script: Path) -> str:
+    """Return the option by which a script takes its rank, as its text spells it; nothing where it takes none."""
+    try:
+        text = script.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "--local_rank"
+    return next((flag for flag in ("--local-rank", "--local_rank") if flag in text), "")
+
+
+_ACCELERATE_ON_NODES = (
+    "--num_processes {world} --num_machines {nodes} --machine_rank {node_rank} --main_process_ip {master_addr}"
+    " --main_process_port {master_port}"
+)
+
+
+def _accelerate_config(path: str, known: Known) -> dict[str, Option]:
+    try:
+        text = (known.folder / Path(path).expanduser()).read_text(encoding="utf-8")
+    except OSError as error:
+        hint = "run tula init where the file is, or give --num_processes"
+        raise SpecError(f"cannot read accelerate's --config_file {path}: {error.strerror}", hint) from None
+    content = parse_yaml(text, source=path)
+    pairs = content.items() if isinstance(content, dict) else ()
+    words = {
+        name: (Word(f"{name}: {value}", f"{name}: {value}"), Word(str(value), str(value))) for name, value in pairs
+    }
+    return {name: Option((written,), f"{name} ", value) for name, (written, value) in words.items()}
+
+
+def _srun(words: Sequence[Word], known: Known) -> Launch:
+    options, rest = slurm_options(words)
+    if not rest:
+        raise SpecError("the command has a launcher but no script", _WHOLE)
+    if container := next((name for name in options if name.startswith("container")), ""):
+        raise SpecError(
+            f"srun's {options[container].written} starts the job's own supervisor in the container too, without tula",
+            "start the container by words before the script, as apptainer exec does",
+        )
+    nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
+    several = bool(tasks or each) or known.tasks_per_node > 1
+    launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
+    machines = count(nodes, NODES, known) if nodes else known.nodes or launch.nodes
+    if launch.launcher:  # it starts the processes, and srun has it once a node
+        return launch if launch.nodes > 1 else replace(launch, nodes=machines)
+    if not (each or tasks) and known.tasks_per_node:
+        return _counted(launch, "srun", machines, known.tasks_per_node, nodes, None)
+    per_node = _processes(each, tasks, machines, known, missing="srun's --ntasks-per-node")
+    return _counted(launch, "srun", machines, per_node, nodes, each or tasks)
+
+
+_SLURM_SHORT = {
+    "A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job_name", "N": "nodes", "a": "array",
+    "b": "begin", "c": "cpus_per_task", "d": "dependency", "e": "error", "i": "input", "n": "ntasks", "o": "output",
+    "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude", "tasks_per_node": "ntasks_per_node",
+    "l": "label", "u": "unbuffered", "K": "kill_on_bad_exit", "H": "hold", "W": "wait", "Q": "quiet", "v": "verbose",
+}  # fmt: skip
+
+
+def slurm_options(words: Sequence[Word]) -> tuple[dict[str, Option], list[Word]]:
+    """Return options of sbatch or srun by their long names with underscores, and the words behind them."""
+    options, rest = launcher_options(words, _is_start)
+    return {_SLURM_SHORT.get(option.meaning, option.meaning): option for option in options}, rest
+
+
 # --- programs that start their processes themselves
 
-_STARTS_ITS_OWN = "llamafactory-cli axolotl swift xtuner mim tune trl ns-train fairseq-train fairseq-hydra-train"
-_ONE_PROCESS = "coverage kernprof viztracer scalene memray pyinstrument"
-_DEVICES = (
-    "gpus num_gpus ngpu ngpus n_gpu n_gpus gpu_num num_gpu devices num_devices nproc nprocs nproc_per_node num_processes"
-    " world_size gpu_ids device_ids distributed_world_size ngpus_per_node n_gpus_per_node num_gpus_per_node gpus_per_node"
-    " gpu device"
+_DEVICES = re.compile(
+    r"(?:num_?|n_?)?gpus?(?:_num|_ids|_per_node)?|n_?gpus_per_node|num_gpus_per_node|(?:num_)?devices?|device_ids"
+    r"|nprocs?(?:_per_node)?|num_processes|(?:distributed_)?world_size"
 )
-_SEVERAL = re.compile(r"--(?:ddp|use[-_]ddp|dp|data[-_]parallel|multi[-_]?gpu|distributed|multiprocessing[-_]distributed|fsdp)(?:=[Tt]rue|=1)?")  # fmt: skip
+_SEVERAL = re.compile(r"--(?:(?:use[-_])?ddp|dp|data[-_]parallel|multi[-_]?gpu|(?:multiprocessing[-_])?distributed|fsdp)(?:=[Tt]rue|=1)?")  # fmt: skip
 _SUBMITIT = re.compile(r"(?:run_with_)?submitit\w*\.py|\w+_submitit\.py")
 _TORCHRUN_ON_NODES = (
     "-m torch.distributed.run --nnodes {nodes} --node-rank {node_rank} --nproc-per-node {gpus_per_node} --master-addr"
     " {master_addr} --master-port {master_port}"
 )
-_HOW_TO_START = (
-    "if it starts N on each node, write {gpus_per_node=N} in place of a number of GPUs; if it is one of several"
-    " processes, put torchrun --nproc_per_node=N before the script in place of python"
-)
 
 
-def _self_launching(launch: Launch, known: Known) -> Launch:
-    """Return the launch of a program without a launcher: one process, or those that its options make it start."""
+def _by_itself(launch: Launch, known: Known, *, is_script: bool) -> Launch:
+    """Return the launch of a program without a launcher: one process, or those that its options make it start.
+
+    Args:
+        launch: the program.
+        known: of the command.
+        is_script: whether it is run by Python; of another nothing is known.
+    """
     name = launch.program[-1].name
     if _SUBMITIT.fullmatch(name):
         raise SpecError(
@@ -544,29 +490,32 @@ def _self_launching(launch: Launch, known: Known) -> Launch:
     if any(word.text == "--multirun" for word in launch.arguments):
         raise SpecError("--multirun starts several trainings, and a job has one", "give the values of one of them")
     given = read_options(launch.arguments)
-    names = {option.name for option in given}
-    trainer = {option.name: option for option in given if "trainer" in option.path[:-1]}
-    if {"strategy", "accelerator"} & names and {"devices", "gpus"} & names:
-        trainer = {option.name: option for option in given} | trainer
+    by_name = {option.name: option for option in given}
+    is_lightning = {"strategy", "accelerator"} & by_name.keys() and {"devices", "gpus"} & by_name.keys()
+    trainer = by_name if is_lightning else {}
+    trainer = trainer | {option.name: option for option in given if "trainer" in option.path[:-1]}
     if {"devices", "gpus", "num_nodes"} & trainer.keys():
         return _lightning(launch, trainer, known)
-    if any(option.flag in ("--num-gpus ", "--num-gpus=") for option in given) and "config_file" in names:
-        return _detectron(launch, {option.name: option for option in given if len(option.path) == 1}, known)
+    if {"num_gpus", "config_file"} <= by_name.keys():
+        return _detectron(launch, by_name, known)
+    if known.starts_ranks:
+        return launch
     several = next((option for option in given if _is_several(option)), None)
     flag = next((word.raw for word in launch.arguments if _SEVERAL.fullmatch(word.text)), "")
-    if known.starts_ranks or not (several or flag):
-        return launch
     if several and ("{gpus_per_node=" in several.value.text or name == "yolo"):
-        each = count(several, PROCESSES, known, missing="")
+        each = count(several, PROCESSES, known)
+    elif several or flag or not is_script:
+        words = [*launch.program, *launch.arguments][:2] if not is_script else several.words if several else ()
+        each = _ask_processes(" ".join(word.raw for word in words) or flag, _HOW_TO_START, known)
     else:
-        each = _ask_processes(several.written if several else flag, _HOW_TO_START, known)
+        return launch
     return _counted(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
 
 
 def _is_several(option: Option) -> bool:
     """Return whether an option names more than one GPU, or a number that may be more than one."""
     value, is_one = option.value.text, option.name in ("gpu", "device", "gpu_ids", "device_ids")
-    if len(option.path) > 1 or option.name not in _DEVICES.split():
+    if len(option.path) > 1 or not _DEVICES.fullmatch(option.name):
         return False
     if re.fullmatch(r"\d+|-1|all|auto", value):
         return value not in ("0", "1") and not is_one
@@ -577,45 +526,37 @@ def _lightning(launch: Launch, options: Mapping[str, Option], known: Known) -> L
     """Return the launch of a script with Lightning's trainer: torchrun on each node, or it takes tasks of SLURM for its ranks."""
     devices, nodes = options.get("devices") or options.get("gpus"), options.get("num_nodes")
     processes = count(devices, PROCESSES, known, missing="--trainer.devices")
-    machines = count(nodes, NODES, known, missing="") if nodes else 1
-    arguments = list(launch.arguments)
-    placed = [(devices, "{gpus_per_node}"), (nodes, "{nodes}")]
-    for option, value in sorted(((o, v) for o, v in placed if o), key=lambda pair: -pair[0].place):
-        arguments[option.place : option.place + len(option.words)] = option.filled(value)
+    machines = count(nodes, NODES, known) if nodes else 1
+    arguments = filled_in(launch.arguments, [(devices, "{gpus_per_node}"), (nodes, "{nodes}")])
     if nodes is None and devices is not None and devices.path[:-1]:
         path = ".".join(devices.path[:-1])
         is_flag = devices.flag.startswith("--")
-        arguments += map(_filled, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"])
+        arguments += map(filled, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"])
     is_python = bool(_PYTHON.fullmatch(launch.program[0].name))
-    is_module = [word.text for word in launch.program[-2:-1]] == ["-m"]
-    script = launch.program[-2:] if is_module else launch.program[-1:]
-    start = launch.program[: -len(script)] if is_python else (Word("python", "python"),)
+    size = 2 if [word.text for word in launch.program[-2:-1]] == ["-m"] else 1
+    script = launch.program[-size:]
+    start = launch.program[:-size] if is_python else (Word("python", "python"),)
     bare = () if is_python or script[0].text.endswith(".py") else (Word("--no-python", ""),)
-    program = (*start, *map(_filled, _TORCHRUN_ON_NODES.split()), *bare, *script)
+    program = (*start, *map(filled, _TORCHRUN_ON_NODES.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
     return _counted(launch, "lightning", machines, processes, nodes, devices)
 
 
 def _detectron(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
     """Return the launch of a script with detectron2's options, which starts its processes and finds the other nodes."""
+    values = {
+        "num_gpus": "{gpus_per_node}",
+        "num_machines": "{nodes}",
+        "machine_rank": "{node_rank}",
+        "dist_url": "tcp://{master_addr}:{master_port}",
+    }
     nodes, gpus = options.get("num_machines"), options["num_gpus"]
-    processes = count(gpus, PROCESSES, known, missing="")
-    machines = count(nodes, NODES, known, missing="") if nodes else 1
-    options_of_nodes = (
-        "--num-gpus {gpus_per_node} --num-machines {nodes} --machine-rank {node_rank}"
-        " --dist-url tcp://{master_addr}:{master_port}"
-    )
-    names = ("num_gpus", "num_machines", "machine_rank", "dist_url")
-    taken = {id(word) for name in names if name in options for word in options[name].words}
-    arguments = (*map(_filled, options_of_nodes.split()), *(word for word in launch.arguments if id(word) not in taken))
-    return _counted(replace(launch, arguments=arguments, launch="node"), "detectron2", machines, processes, nodes, gpus)
-
-
-# --- words
-
-
-def _filled(text: str) -> Word:
-    return Word(text, text, filled=True)
+    processes, machines = count(gpus, PROCESSES, known), count(nodes, NODES, known) if nodes else 1
+    more = [f"--{name.replace('_', '-')} {text}" for name, text in values.items() if name not in options]
+    arguments = filled_in(launch.arguments, [(options.get(name), text) for name, text in values.items()])
+    arguments = [*map(filled, " ".join(more).split()), *arguments]
+    launch = replace(launch, arguments=tuple(arguments), launch="node")
+    return _counted(launch, "detectron2", machines, processes, nodes, gpus)
 
 
 def per_node_words(processes: int) -> str:

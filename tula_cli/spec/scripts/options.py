@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tula_cli.spec.scripts.placeholders import SCRIPTS
 from tula_cli.spec.scripts.shell import Word
 
 _YACS_KEY = re.compile(r"[A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)+|[A-Z]+_[A-Z_]+")
@@ -25,15 +24,21 @@ class Option:
     flag: str  # as it is written, with what stands between it and its value
     value: Word
     place: int = 0  # of its first word
+    meaning: str = ""  # a launcher's: its name with underscores
 
     @property
     def path(self) -> tuple[str, ...]:
         """Its parts in lower case: ("trainer", "num_nodes") of --trainer.num-nodes."""
-        return tuple(self.flag.rstrip("= ").lstrip("-+~").replace("-", "_").lower().split("."))
+        return tuple(self.label.lstrip("-+~").replace("-", "_").lower().split("."))
 
     @property
     def name(self) -> str:
         return self.path[-1]
+
+    @property
+    def label(self) -> str:
+        """The option without its value: --lr of --lr=0.1."""
+        return self.flag.rstrip("= ")
 
     @property
     def written(self) -> str:
@@ -42,8 +47,8 @@ class Option:
     def filled(self, value: str) -> tuple[Word, ...]:
         """Return its words with a text that holds placeholders as its value."""
         if self.flag.endswith(" "):
-            return (self.words[0], Word(value, value, filled=True))
-        return (Word(f"{self.flag}{value}", f"{self.flag}{value}", filled=True),)
+            return (self.words[0], filled(value))
+        return (filled(f"{self.flag}{value}"),)
 
 
 def read_options(words: Sequence[Word]) -> list[Option]:
@@ -82,47 +87,45 @@ def number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def launcher_options(
-    words: Sequence[Word], valued: str, flags: str = "", *, abbreviated: bool = False
-) -> tuple[dict[str, Option], list[Word], list[Word]]:
-    """Return a launcher's options that are known by their names, its other words, and the words from the script on.
+def filled(text: str) -> Word:
+    """Return a word with placeholders of tula."""
+    return Word(text, text, filled=True)
 
-    An option that is not known has a value where the word behind it is no script and one comes later.
+
+def filled_in(words: Sequence[Word], values: Sequence[tuple[Option | None, str]]) -> list[Word]:
+    """Return words with texts in place of the values of options that are among them."""
+    result = list(words)
+    for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].place):
+        result[option.place : option.place + len(option.words)] = option.filled(text)
+    return result
+
+
+_FLAGS = frozenset({
+    "standalone", "no_python", "use_env", "m", "module", "module_mode", "v", "verbose", "multi_gpu", "no_local_rank",
+    "exclusive", "label", "l", "unbuffered", "u", "quiet", "Q", "overlap", "exact", "pty", "overcommit", "O", "oversubscribe",
+})  # fmt: skip
+"""Options of launchers without a value, where the word behind them might be taken for one."""
+
+
+def launcher_options(words: Sequence[Word], starts: Callable[[Word], bool]) -> tuple[list[Option], list[Word]]:
+    """Return a launcher's options, in their order, and the words from the script on.
 
     Args:
         words: behind the launcher.
-        valued: names of options with a value, with underscores and between blanks.
-        flags: names of those without.
-        abbreviated: whether the start of a name that no other has will do, as with argparse.
+        starts: whether a word is what the launcher starts, and so no option's value.
     """
-    with_value = valued.split()
-    names = {*with_value, *flags.split()}
-    options: dict[str, Option] = {}
-    others: list[Word] = []
+    options: list[Option] = []
     place = 0
     while place < len(words) and words[place].text.startswith("-") and words[place].text != "--":
-        word = words[place]
+        word, behind = words[place], words[place + 1 : place + 2]
         flag, equals, value = word.text.partition("=")
+        size = 1
+        if match := re.fullmatch(r"(-[A-Za-z])(\d.*)", word.text):  # -n4
+            flag, equals, value = match[1], "=", match[2]
         name = flag.lstrip("-").replace("-", "_")
-        longer = [each for each in names if each.startswith(name)] if abbreviated and name not in names else []
-        name = longer[0] if len(longer) == 1 else name
-        if name not in names and not flag.startswith("--") and flag[1:2] in with_value:  # -n4
-            name, equals, value = flag[1:2], "=", word.text[2:].removeprefix("=")
-        if name in names:
-            size = 2 if name in with_value and not equals else 1
-            given = words[place + 1] if size == 2 and place + 1 < len(words) else replace(word, text=value)
-            options[name] = Option(tuple(words[place : place + size]), f"{flag}{equals or ' '}", given, place)
-        else:
-            size = 2 if _has_value(words[place:]) else 1
-            others += words[place : place + size]
+        if not equals and behind and name not in _FLAGS and not is_option(behind[0].text) and not starts(behind[0]):
+            size, value = 2, behind[0].text
+        given = behind[0] if size == 2 else replace(word, text=value)
+        options.append(Option(tuple(words[place : place + size]), f"{flag}{equals or ' '}", given, place, name))
         place += size
-    if place < len(words) and words[place].text == "--":
-        place += 1
-    return options, others, list(words[place:])
-
-
-def _has_value(words: Sequence[Word]) -> bool:
-    after = words[1].text if len(words) > 1 else "-"
-    if "=" in words[0].text or after.startswith("-") or after.endswith(SCRIPTS):
-        return False
-    return any(word.text.endswith(SCRIPTS) or word.text in ("-m", "--module") for word in words[2:])
+    return options, list(words[place + (words[place : place + 1] == [Word("--", "--")]) :])

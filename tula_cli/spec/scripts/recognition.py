@@ -9,57 +9,38 @@ from typing import Any
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, refuse_unknown, training_command
 from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, per_node_words
-from tula_cli.spec.scripts.options import MAY_BE_BATCH, Option, number, read_options
+from tula_cli.spec.scripts.options import MAY_BE_BATCH, Option, filled_in, number, read_options
 from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
 from tula_cli.spec.scripts.shell import Word
 from tula_cli.words import plural
 
-# The last part of an option's name, in lower case with underscores -> what it is.
-_PER_PROCESS = (
-    "local_batch local_bs per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size per_gpu_batch_size local_batch_size"
-    " batch_size_per_gpu batch_size_per_device batch_size_per_rank batch_size_per_replica batch_size_per_proc"
-    " batch_per_gpu samples_per_gpu imgs_per_gpu images_per_gpu ims_per_gpu device_batch_size train_batch_size_per_gpu"
-    " device_train_batch_size batch_per_device train_batch_size_per_device batch_size_per_process"
-)
-_BY_CUSTOM = "b bs bsz batch_size train_batch_size batch batchsize max_sentences"
-_MICRO = "micro_batch_size micro_batch train_micro_batch_size_per_gpu microbatch_size device_train_microbatch_size"
-_GLOBAL = (
-    "global_batch_size total_batch_size global_train_batch_size total_train_batch_size effective_batch_size ims_per_batch"
-    " global_bs global_batch"
-)
-_TOKENS = "max_tokens tokens_per_batch batch_size_tokens batch_tokens global_batch_tokens tokens_per_step"
-_ACCUMULATIONS = (
-    "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps gradient_accumulation"
-    " accum_iter grad_accum update_freq accum_freq accum_steps grad_accumulation_steps acc_steps"
-)
-_VALUES = {
-    "lr": "lr learning_rate base_lr peak_lr max_lr lr0",
-    "epochs": "epochs num_train_epochs max_epochs num_epochs n_epochs max_epoch end_epoch train_epochs nepochs",
-    "steps": "max_steps max_iters max_iter num_steps total_steps train_steps max_train_steps train_iters num_iterations"
-    " max_update total_iters",
-    "workers": "j workers num_workers dataloader_num_workers data_workers",
-    "out": "output_dir out_dir output save_dir checkpoint_dir default_root_dir work_dir",
-    "seed": "seed",
+_DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
+_SIZE = r"batch(?:_?size)?"
+_MEANINGS = {
+    "tokens": r"max_tokens|tokens_per_(?:batch|step)|\w*batch(?:_size)?_tokens",
+    "accumulate": r"(?:grad(?:ient)?_)?accum(?:ulat(?:e|ion))?(?:_(?:steps?|iters?|freq|grad_batches))?|update_freq|acc_steps",
+    "micro_batch": rf"(?:device_)?(?:train_)?micro_?{_SIZE}(?:_per_{_DEVICE})?",
+    "batch": rf"(?:global|total|effective)_(?:train_)?(?:{_SIZE}|bs)|ims_per_batch",
+    "local_batch": rf"local_(?:{_SIZE}|bs)|(?:train_)?(?:{_SIZE}|samples|imgs|images|ims)_per_{_DEVICE}"
+    rf"|(?:per_)?{_DEVICE}_(?:train_)?{_SIZE}",
+    "some_batch": rf"b|bs|bsz|(?:train_)?{_SIZE}|max_sentences",  # by custom that of one process
+    "lr": r"lr0?|learning_rate|(?:base|peak|max)_lr",
+    "epochs": r"(?:n_?|(?:num_|max_)?(?:train_)?)epochs|(?:num|max|end)_epochs?",
+    "steps": r"(?:max|num|total|train|max_train)_(?:steps|iters?|updates?)|num_iterations",
+    "workers": r"j|(?:num_|dataloader_num_|data_)?workers",
+    "out": r"out(?:put)?_dir|output|save_dir|checkpoint_dir|default_root_dir|work_dir",
+    "seed": r"seed",
+    "resume": r"resume(?:_from(?:_checkpoint)?)?|ckpt_path",
 }
-FLAGS = {
-    **dict.fromkeys(f"{_PER_PROCESS} {_BY_CUSTOM}".split(), "local_batch"),
-    **dict.fromkeys(_MICRO.split(), "micro_batch"),
-    **dict.fromkeys(_GLOBAL.split(), "batch"),
-    **dict.fromkeys(_ACCUMULATIONS.split(), "accumulate"),
-    **{name: placeholder for placeholder, names in _VALUES.items() for name in names.split()},
-}
-RESUME = {"resume", "resume_from_checkpoint", "ckpt_path", "resume_from"}
+"""The meaning of an option -> its name in lower case with underscores, the last part of a path."""
 _OTHER_PHASE = re.compile(
-    r"(?:^|_)(?:val|valid|validation|eval|evaluation|test|testing|infer|inference|pred|predict)(?:$|_)"
+    r"(?:^|_)(?:val|valid(?:ation)?|eval(?:uation)?|test(?:ing)?|infer(?:ence)?|pred(?:ict)?)(?:$|_)"
 )
-_LENGTH_OF_TEXT = "sequence_length seq_length seq_len block_size context_length max_seq_len max_seq_length"
-_YOLO = "weights hyp cfg img imgsz"
+_LENGTH_OF_TEXT = re.compile(r"(?:max_)?seq(?:uence)?_len(?:gth)?|block_size|context_length")
+_YOLO = {"weights", "hyp", "cfg", "img", "imgsz"}
 _LENGTHS = ("epochs", "steps")
-_COUNTS = {
-    *BATCHES,
-    *_LENGTHS,
-    "accumulate",
-}  # whole numbers from 1 on; --max_steps -1 and --epochs 0.5 stay as they are
+_COUNTS = {*BATCHES, *_LENGTHS, "some_batch", "accumulate"}
+"""Whole numbers from 1 on: --max_steps -1 and --epochs 0.5 stay as they are."""
 _BY_HAND = re.compile(r"(?<!\{)\{(\w+)(?:=([^{}\s]*))?\}(?!\})")
 _HOW_TO_SAY = (
     "write {{local_batch={0}}} in place of its value where that is one process's, {{batch={0}}} where it is that of all"
@@ -175,30 +156,20 @@ class _Reader:
     def take(self, words: Sequence[Word]) -> list[Word]:
         """Return the words with placeholders, and without a checkpoint to go on from."""
         options = [option for option in read_options(words) if not option.value.filled]
-        flags = {option.place + len(option.words) - 1: option.flag.rstrip("= ") for option in options}
+        flags = {option.place + len(option.words) - 1: option.label for option in options}
         for place, word in enumerate(words):
             self._take_by_hand(word, flags.get(place, word.raw))
-        roles = {option.place: role for option, role in self._roles(options)}
-        result, position = [], 0
-        by_place = {option.place: option for option in options}
-        while position < len(words):
-            option = by_place.get(position)
-            role = roles.get(position)
-            if option is None:
-                result.append(words[position])
-                position += 1
-                continue
-            if option.name in RESUME and option.value.text and option.words[0].text.startswith("-"):
+        values = []
+        for option, placeholder in [*self._batch_roles(options), *self._other_roles(options)]:
+            self.flags[option.label] = placeholder
+            self.values[placeholder] = option.value.text.removesuffix("ep")
+            values.append((option, f"{{{placeholder}}}{'ep' * option.value.text.endswith('ep')}"))
+        result = filled_in(words, values)
+        for option in reversed(options):
+            if _meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
                 self.resume = f"{option.flag}{{checkpoint}}"
                 self.sources.append((option.written, "script.resume: a training begins without"))
-            elif role is None:
-                result += option.words
-            else:
-                placeholder, text = role
-                self.flags[option.flag.rstrip("= ")] = placeholder
-                self.values[placeholder] = option.value.text.removesuffix("ep")
-                result += option.filled(text)
-            position += len(option.words)
+                del result[option.place : option.place + len(option.words)]
         return result
 
     def _take_by_hand(self, word: Word, flag: str) -> None:
@@ -212,26 +183,23 @@ class _Reader:
             if value:
                 self.values[name], self.flags[flag] = value, name
 
-    def _roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, tuple[str, str]]]:
-        """Yield the options whose values give way, with the placeholder and the text in place of the value."""
-        for option, placeholder in self._batch_roles(options):
-            yield option, (placeholder, f"{{{placeholder}}}")
-        seen: set[str] = set()
+    def _other_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
+        """Yield the options other than those of the batch whose values give way, each with its placeholder."""
+        seen = {*self.by_hand}
         for option in options:
-            placeholder, text = FLAGS.get(option.name, ""), option.value.text
+            placeholder, text = _meaning(option), option.value.text
             if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):  # composer
-                yield option, ("epochs", "{epochs}ep")
+                yield option, "epochs"
             elif (
-                placeholder
-                and placeholder not in {*BATCHES, "accumulate", *seen, *self.by_hand}
+                placeholder in {*PLACEHOLDERS} - {*BATCHES, "accumulate", *seen}
                 and _fits(placeholder, text)
                 and (placeholder == "out" or not option.value.unknown)
             ):
                 seen.add(placeholder)
-                yield option, (placeholder, f"{{{placeholder}}}")
+                yield option, placeholder
 
     def _batch_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
-        """Yield the options that make the batch of a step.
+        """Yield the options that make the batch of a step, each with its placeholder.
 
         Raises:
             Unknown: there is none, or whose batch one gives is not certain.
@@ -239,99 +207,80 @@ class _Reader:
         """
         if self.by_hand & BATCHES:
             return
-        training = [option for option in options if not any(_OTHER_PHASE.search(part) for part in option.path)]
         kinds: dict[str, list[Option]] = {}
-        for option in training:
-            if option.name in _TOKENS.split():
-                raise _tokens(option)
-            if option.flag.lower() != "b=" or _fits("batch", option.value.text):  # b=x is no batch for certain
-                kinds.setdefault(FLAGS.get(option.name, ""), []).append(option)
+        for option in options:
+            is_training = not any(_OTHER_PHASE.search(part) for part in option.path)
+            if is_training and (option.flag.lower() != "b=" or _fits("batch", option.value.text)):  # b=x is no batch
+                kinds.setdefault(_meaning(option), []).append(option)
         of_all = kinds.get("batch", [])
-        of_process = kinds.get("local_batch") or kinds.get("micro_batch") or []
-        chosen = of_all or of_process or self._asked(options)
+        of_one = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
+        answer = self.known.answers.get("option of the batch", "")
+        chosen = of_all or of_one or kinds.get("micro_batch") or [each for each in options if each.label == answer]
+        of_tokens = [each for each in of_all if each.name == "total_batch_size"]
+        if not (of_one or any(_LENGTH_OF_TEXT.fullmatch(option.name) for option in options)):
+            of_tokens = []
+        if of_tokens := [*kinds.get("tokens", []), *of_tokens]:
+            raise SpecError(
+                f"{of_tokens[0].written} counts tokens, or may do so, and tula's batches are samples",
+                "give the script an option for samples (sequences) of a step, and that one in the command; where it counts"
+                f" samples, {_HOW_TO_SAY.format(of_tokens[0].value.text)}",
+            )
         if not chosen:
             raise _no_batch(options, [*self.launch.program, *self.launch.arguments])
-        if len(chosen) > 1 or (of_all and kinds.get("local_batch")):
-            options_ = [*of_all, *kinds.get("local_batch", [])]
-            if of_all and any(option.name == "total_batch_size" for option in of_all):
-                raise _tokens(of_all[0])
-            names = " and ".join(option.written for option in options_ or chosen)
+        if len(chosen) > 1 or (of_all and of_one):
+            names = " and ".join(option.written for option in [*of_all, *of_one] or chosen)
             raise SpecError(
                 f"the batch is given twice: {names}", "leave one of them out, or " + _HOW_TO_SAY.format("N")
             )
-        option = chosen[0]
-        self._check_value(option)
-        if option.name == "total_batch_size" and any(each.name in _LENGTH_OF_TEXT.split() for each in training):
-            raise _tokens(option)
-        if of_all or self._meaning(option, options) == "batch":
+        option, accumulation = chosen[0], kinds.get("accumulate", [])[:1]
+        _check_count(option, "samples")
+        if of_all or self._is_of_all(option, options):
             yield option, "batch"
-            return
-        accumulation = kinds.get("accumulate", [])
-        if not accumulation:
+        elif not accumulation:
             yield option, "local_batch"
-            return
-        self._check_value(accumulation[0])
-        yield option, "micro_batch"
-        yield accumulation[0], self._accumulation(accumulation[0], option)
+        else:
+            _check_count(accumulation[0], "micro-batches")
+            yield option, "micro_batch"
+            yield accumulation[0], self._accumulation(accumulation[0], option)
 
-    def _check_value(self, option: Option) -> None:
-        placeholder = FLAGS.get(option.name, "batch")
-        if option.value.unknown or not _fits(placeholder if placeholder in _COUNTS else "batch", option.value.text):
-            raise SpecError(
-                f"{option.written}: {option.value.raw.rpartition('=')[2]!r} is no number of samples"
-                if placeholder != "accumulate"
-                else f"{option.written}: {option.value.text!r} is no number of micro-batches",
-                "give the number that it stands for today",
-            )
-
-    def _meaning(self, option: Option, options: Sequence[Option]) -> str:
-        """Return whose batch an option gives: {local_batch} that of a process, {batch} that of all.
-
-        Raises:
-            Unknown: it is not certain.
-        """
-        name, names = option.name, {each.name for each in options}
-        if self.ranks == 1 or name in f"{_PER_PROCESS} {_MICRO}".split():
-            return "local_batch"
-        if self.launch.launcher == "yolo" or (name in ("batch", "batch_size") and len(names & {*_YOLO.split()}) > 1):
-            return "batch"  # yolov5 and its kin: of all GPUs
+    def _is_of_all(self, option: Option, options: Sequence[Option]) -> bool:
+        """Return whether an option gives the batch of all processes, and not of one."""
+        name, launcher = option.name, self.launch.launcher
+        if self.ranks == 1 or _meaning(option) in ("local_batch", "micro_batch"):
+            return False
+        if launcher == "yolo" or (name.startswith("batch") and len({each.name for each in options} & _YOLO) > 1):
+            return True  # yolov5 and its kin
         is_yacs = len(option.path) > 1 and option.flag[:1].isupper() and option.path[0] != "data"
-        by_custom = name in _BY_CUSTOM.split() and not is_yacs
-        if by_custom and (name != "train_batch_size" or self.launch.launcher == "accelerate"):
-            return "local_batch"
-        key = f"batch of {option.flag.rstrip('= ')}"
-        if (answer := self.known.answers.get(key)) is not None:
-            return "batch" if answer == "all" else "local_batch"
-        raise Unknown(
-            f"{option.written}: whether that is the batch of one process or of all {self.ranks} is not known",
+        by_custom = _meaning(option) == "some_batch" and (name != "train_batch_size" or launcher == "accelerate")
+        if by_custom and not is_yacs:
+            return False
+        return self._asked_of_all(
+            option,
+            f"batch of {option.label}",
+            f"whether that is the batch of one process or of all {self.ranks}",
             _HOW_TO_SAY.format(option.value.text),
-            key=key,
-            question=f"{option.written}: is that the batch of one process, or of all {self.ranks}?",
-            choices=("one", "all"),
         )
 
     def _accumulation(self, option: Option, batch: Option) -> str:
         """Return whose micro-batches an option counts: {accumulate} a process's, {accumulate_total} those of all."""
-        certain = option.name != "gradient_accumulation_steps" or batch.name in f"{_PER_PROCESS} {_MICRO}".split()
+        certain = option.name != "gradient_accumulation_steps" or _meaning(batch) in ("local_batch", "micro_batch")
         if self.ranks == 1 or certain or self.launch.launcher in ("accelerate", "deepspeed"):
             return "accumulate"
-        key = f"micro-batches of {option.flag.rstrip('= ')}"
-        if (answer := self.known.answers.get(key)) is not None:
-            return "accumulate_total" if answer == "all" else "accumulate"
         value = option.value.text
-        raise Unknown(
-            f"{option.written}: whether each of the {self.ranks} processes takes so many micro-batches a step, or all together,"
-            " is not known",
-            f"write {{accumulate={value}}} in place of its value where each does, {{accumulate_total={value}}} where all"
-            f" together do, and {{micro_batch={batch.value.text}}} in place of that of {batch.flag.rstrip('= ')}",
-            key=key,
-            question=f"{option.written}: are those the micro-batches of one process, or of all {self.ranks}?",
-            choices=("one", "all"),
+        of_all = self._asked_of_all(
+            option,
+            f"micro-batches of {option.label}",
+            f"whether those are the micro-batches of one process or of all {self.ranks} in a step",
+            f"write {{accumulate={value}}} in place of its value where those are one process's, {{accumulate_total={value}}}"
+            f" where they are those of all, and {{micro_batch={batch.value.text}}} in place of that of {batch.label}",
         )
+        return "accumulate_total" if of_all else "accumulate"
 
-    def _asked(self, options: Sequence[Option]) -> list[Option]:
-        answer = self.known.answers.get("option of the batch", "")
-        return [option for option in options if option.flag.rstrip("= ") == answer]
+    def _asked_of_all(self, option: Option, key: str, what: str, hint: str) -> bool:
+        if (answer := self.known.answers.get(key)) is not None:
+            return answer == "all"
+        message, question = f"{option.written}: {what} is not known", f"{option.written}: {what}?"
+        raise Unknown(message, hint, key=key, question=question, choices=("one", "all"))
 
     def number(self, name: str) -> float | None:
         return number(self.values[name]) if name in self.values else None
@@ -355,21 +304,25 @@ class _Reader:
         return section
 
 
-def _tokens(option: Option) -> SpecError:
-    return SpecError(
-        f"{option.written} counts tokens, or may do so, and tula's batches are samples",
-        "give the script an option for samples (sequences) of a step, and that one in the command; where it counts samples,"
-        f" {_HOW_TO_SAY.format(option.value.text)}",
-    )
+def _meaning(option: Option) -> str:
+    return next((meaning for meaning, names in _MEANINGS.items() if re.fullmatch(names, option.name)), "")
+
+
+def _check_count(option: Option, what: str) -> None:
+    if option.value.unknown or not _fits("batch", option.value.text):
+        raise SpecError(
+            f"{option.written}: {option.value.text!r} is no number of {what}",
+            "give the number that it stands for today",
+        )
 
 
 def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
-    names = list(dict.fromkeys(option.flag.rstrip("= ") for option in options))
+    names = list(dict.fromkeys(option.label for option in options))
     line = " ".join(word.raw for word in words if not word.filled)
     known_options = (
         f"the options are {', '.join(names)}, and none is known for one" if names else "it has no options with values"
     )
-    numbers = [option for option in options if _fits("batch", option.value.text) and option.name not in FLAGS]
+    numbers = [option for option in options if _fits("batch", option.value.text) and not _meaning(option)]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
     example = maybe[0] if maybe else "--batch-size {local_batch}"
     message = f"no batch in {line!r}: {known_options}"
@@ -380,7 +333,7 @@ def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
     )
     if not numbers:
         return SpecError(message, hint)
-    flags = tuple(option.flag.rstrip("= ") for option in numbers)
+    flags = tuple(option.label for option in numbers)
     return Unknown(message, hint, key="option of the batch", question="which option is the batch?", choices=flags)
 
 

@@ -3,15 +3,28 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from glob import glob
 from pathlib import Path, PurePath
 
 PIPES = ("|", "|&", "||")
 """Operators that join commands; the others stand between commands that run one after the other."""
-_OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;|&\n]")
+_NESTED = r"\([^()]*\)"
+for _ in range(3):
+    _NESTED = rf"\((?:[^()]|{_NESTED})*\)"
+_EXPANSION = rf"\${_NESTED}|`[^`]*`|\$\{{[^{{}}]*\}}|\$\w+|\$[@*#?$!-]|\$'(?:\\.|[^'\\])*'"
+_PIECE = re.compile(
+    r"(?P<continued>\\\r?\n)|\\(?P<escaped>.?)|\"?\$\{(?P<elements>\w+)\[[@*]\]\}\"?|'(?P<single>[^']*)'|(?P<double>\")"
+    rf"|(?<==)(?P<array>{_NESTED})|(?P<expansion>{_EXPANSION}|[<>]{_NESTED})"
+    r"|(?P<plain>[^ \t\r\n;|&<>()'\"\\`$]+|\r(?!\n|\Z)|\$)",
+    re.DOTALL,
+)
+_QUOTED_PIECE = re.compile(
+    rf'(?P<continued>\\\n)|\\(?P<escaped>[$`"\\])|(?P<expansion>{_EXPANSION})|(?P<plain>[^"\\$`]+|[\\$])', re.DOTALL
+)
+_BLANK = re.compile(r"(?:[ \t]|\\\r?\n|\r(?=\n|\Z))*(?:#[^\n]*)?")
+_OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;|&\n]|\Z")
 _REDIRECTION = re.compile(r"(?:&>>?|\d*(?:<<<|<<-?|>>|>\||>&|<&|<>|[<>]))(?!\()")
-_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-_NAME = re.compile(r"\w+|[@*#?$!-]")
-_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
+_SEVERAL = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _EXPORTS = ("export", "declare", "readonly", "local", "typeset")
 _CLOSES = {**dict.fromkeys(("for", "while", "until", "select"), "done"), "if": "fi", "case": "esac", "{": "}", "(": ")"}
@@ -46,29 +59,25 @@ class Command:
     inside: tuple["Command", ...] = ()  # of a loop, a branch, a function
 
     @property
+    def exported(self) -> bool:
+        """Return whether its variables are exported to the programs after it."""
+        return bool(self.words) and self.words[0].raw in _EXPORTS
+
+    @property
     def assignments(self) -> tuple[tuple[str, Word], ...]:
         """The variables that its first words set, by themselves or after `export`."""
-        exported = bool(self.words) and self.words[0].raw in _EXPORTS
         pairs = []
-        for word in self.words[exported:]:
-            if exported and word.raw.startswith("-"):
-                continue
-            if not (match := _ASSIGNMENT.fullmatch(word.text)) or not re.match(r"\w+=", word.raw):
+        for word in self.words[self.exported :]:
+            if (match := _ASSIGNMENT.fullmatch(word.text)) and re.match(r"\w+=", word.raw):
+                pairs.append((match[1], replace(word, text=match[2])))
+            elif not (self.exported and word.raw.startswith("-")):
                 break
-            pairs.append((match[1], replace(word, text=match[2])))
         return tuple(pairs)
 
     @property
     def program(self) -> tuple[Word, ...]:
         """The words without the variables before them; none where it only sets variables."""
-        if self.words and self.words[0].raw in _EXPORTS:
-            return ()
-        return self.words[len(self.assignments) :]
-
-    @property
-    def exported(self) -> bool:
-        """Return whether its variables are exported to the programs after it."""
-        return bool(self.words) and self.words[0].raw in _EXPORTS
+        return () if self.exported else self.words[len(self.assignments) :]
 
 
 def split_commands(text: str, variables: Mapping[str, str] | None = None) -> list[Command]:
@@ -81,14 +90,13 @@ def split_commands(text: str, variables: Mapping[str, str] | None = None) -> lis
     Raises:
         ValueError: a quotation or a bracket is not closed.
     """
-    commands, result, position = list(_Scanner(text, dict(variables or {})).commands()), [], 0
-    while position < len(commands):
-        first, size = commands[position], _block_size(commands[position:])
-        if size:
-            inside = tuple(commands[position : position + size])
-            first = replace(first, operator=inside[-1].operator, end=inside[-1].end, inside=inside)
-        result.append(first)
-        position += size or 1
+    commands, result = list(_Scanner(text, dict(variables or {})).commands()), []
+    while commands:
+        size = _block_size(commands)
+        inside = tuple(commands[:size])
+        block = replace(commands[0], operator=inside[-1].operator, end=inside[-1].end, inside=inside) if size else None
+        result.append(block or commands[0])
+        del commands[: size or 1]
     return result
 
 
@@ -106,7 +114,7 @@ def _block_size(commands: list[Command]) -> int:
             closes.pop()
         elif raw and raw[0] in _CLOSES:
             closes.append(_CLOSES[raw[0]])
-        if closes and closes[-1] == ")" and ")" in raw:
+        if closes[-1:] == [")"] and ")" in raw:
             closes.pop()
         if not closes:
             return count if count > 1 or is_function or raw[:1] == ["("] else 0
@@ -119,199 +127,124 @@ class _Scanner:
 
     text: str
     variables: dict[str, str]
+    arrays: dict[str, list[Word]] = field(default_factory=dict)
     position: int = 0
     here_documents: list[str] = field(default_factory=list)  # words that end those of this line
-    arrays: dict[str, list[Word]] = field(default_factory=dict)
+
+    def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        if match := pattern.match(self.text, self.position):
+            self.position = match.end()
+        return match
 
     def commands(self) -> Iterator[Command]:
         words: list[Word] = []
         redirections: list[str] = []
         start = 0
         while True:
-            self._skip_blanks()
+            self._match(_BLANK)
+            end = self.position
             if not (words or redirections):
-                start = self.position
-            operator = _OPERATOR.match(self.text, self.position)
-            at_end = self.position >= len(self.text)
-            if redirection := _REDIRECTION.match(self.text, self.position):
-                redirections.append(self._redirection(redirection[0]))
-            elif operator or at_end:
-                end = self.position
-                self.position = operator.end() if operator else end
-                if operator and operator[0] == "\n":
-                    self._skip_here_documents()
-                    end = max(end, self.position) if self.position > operator.end() else end
+                start = end
+            if redirection := self._match(_REDIRECTION):
+                redirections.append(self._redirection(redirection))
+            elif operator := self._match(_OPERATOR):
+                if operator[0] == "\n" and self._skip_here_documents():
+                    end = self.position
                 if words or redirections:
                     line = self.text.count("\n", 0, start) + 1
-                    command = Command(
-                        tuple(words), tuple(redirections), operator[0] if operator else "", line, start, end
-                    )
-                    self._learn(command)
-                    yield command
+                    yield self._learnt(Command(tuple(words), tuple(redirections), operator[0], line, start, end))
                 words, redirections = [], []
-                if at_end:
+                if not operator[0]:
                     return
             else:
                 words += self._words()
 
-    def _learn(self, command: Command) -> None:
-        """Take over the variables that a command sets for those after it."""
-        if command.program:
-            return
-        for name, word in command.assignments:
+    def _learnt(self, command: Command) -> Command:
+        """Take over the variables that a command sets for those after it; a variable in one stays, as $NAME."""
+        for name, word in command.assignments if not command.program else ():
             self.variables.pop(name, None)
-            if not word.unknown or not re.search(r"\$\(|`|\$$", word.text):  # a variable in it stays, as $NAME
+            if not word.unknown or not re.search(r"\$\(|`|\$$", word.text):
                 self.variables[name] = word.text
+        return command
 
-    def _skip_blanks(self) -> None:
-        blank = re.compile(r"(?:[ \t]|\\\r?\n|\r(?=\n|$))*(?:#[^\n]*)?")
-        match = blank.match(self.text, self.position)
-        self.position = match.end() if match else self.position
-
-    def _redirection(self, operator: str) -> str:
-        start, self.position = self.position, self.position + len(operator)
-        self._skip_blanks()
-        target = self._words() if self.position < len(self.text) and self.text[self.position] not in "\n;|&" else []
-        if operator.lstrip("0123456789") in ("<<", "<<-") and target:
+    def _redirection(self, operator: re.Match[str]) -> str:
+        self._match(_BLANK)
+        target = [] if _OPERATOR.match(self.text, self.position) else self._words()
+        if operator[0].lstrip("0123456789") in ("<<", "<<-") and target:
             self.here_documents.append(target[0].text)
-        return self.text[start : self.position]
+        return self.text[operator.start() : self.position]
 
-    def _skip_here_documents(self) -> None:
-        for end in self.here_documents:
+    def _skip_here_documents(self) -> bool:
+        ends, self.here_documents = self.here_documents, []
+        for end in ends:
             match = re.compile(rf"^\t*{re.escape(end)}\r?$", re.MULTILINE).search(self.text, self.position)
             self.position = match.end() if match else len(self.text)
-        self.here_documents = []
+        return bool(ends)
 
     def _words(self) -> list[Word]:
-        """Return the word that begins here; several where a variable without quotes holds several."""
-        start, texts, bare, unknown, quoted = self.position, [""], "", "", False
-        elements: list[Word] = []  # of an array that the word is
-        while self.position < len(self.text):
-            character = self.text[self.position]
-            if character in " \t\n;|&" or self.text[self.position : self.position + 2] == "\r\n":
-                break
-            if character in "()<>":
-                if character == "(" and (name := re.fullmatch(r"(\w+)=", self.text[start : self.position])):
-                    content = self._closed(")")
-                    inner = _Scanner(content[1:-1], self.variables, arrays=self.arrays)
-                    self.arrays[name[1]] = [word for command in inner.commands() for word in command.words]
-                    unknown = unknown or content
-                    continue
-                if character in "<>" and self.text[self.position + 1 : self.position + 2] == "(":
-                    self.position += 1
-                    unknown = unknown or character + self._closed(")")
-                    continue
-                self.position += self.position == start
-                break
-            if character == "\\":
-                escaped = re.compile(r"\\(\r?\n|.?)", re.DOTALL).match(self.text, self.position)
-                assert escaped is not None
-                self.position = escaped.end()
-                texts[-1] += "" if escaped[1] in ("\n", "\r\n") else escaped[1] or "\\"
-                bare += "\0"
-            elif (array := _ARRAY.match(self.text, self.position)) and array[1] in self.arrays:
-                self.position = array.end()
-                elements, bare = self.arrays[array[1]], bare + "\0"
-            elif character == "'":
-                quoted, bare = True, bare + "\0"
-                texts[-1] += self._closed("'")[1:-1]
-            elif character == '"':
-                quoted, bare = True, bare + "\0"
-                text, of_it = self._double_quoted()
-                texts[-1], unknown = texts[-1] + text, unknown or of_it
-            elif character in "$`":
-                raw, value = self._expansion()
-                unknown = unknown or (raw if value is None or "$" in value[:-1] else "")
-                parts = re.split(r"[ \t\n]+", raw if value is None else value) if value is not None else [raw]
-                texts = [*texts[:-1], texts[-1] + parts[0], *parts[1:]]
-                bare += "\0"
-            else:
-                self.position += 1
-                texts[-1], bare = texts[-1] + character, bare + character
+        """Return the word that begins here; several where a variable without quotes, or an array, holds several."""
+        start, texts, bare, unknown, is_quoted = self.position, [""], "", "", False
+        while piece := self._match(_PIECE):
+            kind, written = piece.lastgroup, piece[0]
+            bare += written if kind == "plain" else "\0"
+            is_quoted |= kind in ("single", "double")
+            if kind == "elements":
+                if piece["elements"] in self.arrays:
+                    return self.arrays[piece["elements"]]
+                texts[-1], unknown = texts[-1] + written, unknown or written
+            elif kind == "expansion":
+                text, is_known = self._value(written)
+                unknown = unknown or ("" if is_known else written)
+                first, *others = re.split(r"[ \t\n]+", text) if is_known or written != text else [text]
+                texts = [*texts[:-1], texts[-1] + first, *others]
+            elif kind == "double":
+                text, part = self._double_quoted()
+                texts[-1], unknown = texts[-1] + text, unknown or part
+            elif kind == "array":
+                inner = _Scanner(written[1:-1], self.variables, self.arrays)
+                name = self.text[start : piece.start() - 1]
+                self.arrays[name] = [word for command in inner.commands() for word in command.words]
+                unknown = unknown or written
+            elif kind != "continued":
+                texts[-1] += piece[kind or 0] or ("\\" if kind == "escaped" else "")
+        if self.position == start:
+            if (character := self.text[start]) not in "()<>":
+                raise ValueError("No closing quotation")
+            self.position += 1
+            return [Word(character, character)]
+        if self.text[self.position : self.position + 1] in ("'", "`"):
+            raise ValueError("No closing quotation")
         raw = self.text[start : self.position]
-        if texts == [""] and raw in ("(", ")", "<", ">"):
-            return [Word(raw, raw)]
-        if not unknown:
-            unknown = _pattern(bare, texts[0])
         if bare == "~" or bare.startswith("~/"):
             texts[0] = str(Path.home()) + texts[0][1:]
-        if elements:
-            return elements
         if len(texts) > 1:  # each of them has what is not known of it
             return [Word(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
-        return [Word(text, raw, unknown) for text in texts if text or quoted]
+        return [Word(text, raw, unknown or _pattern(bare, text)) for text in texts if text or is_quoted]
 
-    def _closed(self, closing: str) -> str:
-        """Return the text from here to what closes it, and go behind it."""
-        start = self.position
-        if closing in "'`":
-            end = self.position + 1
-            while end < len(self.text) and self.text[end] != closing:
-                end += 2 if closing == "`" and self.text[end] == "\\" else 1
-            if end >= len(self.text):
-                raise ValueError("No closing quotation" if closing == "'" else "no closing `")
-            self.position = end + 1
-            return self.text[start : self.position]
-        opening, depth = {")": "(", "}": "{"}[closing], 0
-        while self.position < len(self.text):
-            character = self.text[self.position]
-            if character in "'\"`" and closing == ")":
-                self._double_quoted() if character == '"' else self._closed(character)
-                continue
-            self.position += 2 if character == "\\" else 1
-            depth += (character == opening) - (character == closing)
-            if depth == 0:
-                return self.text[start : self.position]
-        raise ValueError(f"no closing {closing}")
+    def _value(self, expansion: str) -> tuple[str, bool]:
+        """Return the text that stands for an expansion, and whether nothing in it is left to a shell."""
+        name = re.fullmatch(r"\$\{(\w+)(?::?-[^}]*)?\}|\$(\w+)", expansion)
+        value = self.variables.get(name[1] or name[2]) if name else None
+        return (expansion, False) if value is None else (value, "$" not in value[:-1])
 
     def _double_quoted(self) -> tuple[str, str]:
-        """Return what stands in double quotes, and the first part of it that is not known."""
+        """Return the text up to the next double quote, and the first part of it that is not known."""
         text, unknown = "", ""
+        while piece := self._match(_QUOTED_PIECE):
+            if piece.lastgroup == "expansion":
+                value, is_known = self._value(piece[0])
+                text, unknown = text + value, unknown or ("" if is_known else piece[0])
+            elif piece.lastgroup != "continued":
+                text += piece[piece.lastgroup or 0]
+        if self.text[self.position : self.position + 1] != '"':
+            raise ValueError("No closing quotation")
         self.position += 1
-        while self.position < len(self.text):
-            character = self.text[self.position]
-            if character == '"':
-                self.position += 1
-                return text, unknown
-            if character in "$`":
-                raw, value = self._expansion()
-                text += raw if value is None else value
-                unknown = unknown or (raw if value is None or "$" in value[:-1] else "")
-            elif character == "\\" and self.text[self.position + 1 : self.position + 2] in ("$", "`", '"', "\\", "\n"):
-                text += self.text[self.position + 1].replace("\n", "")
-                self.position += 2
-            else:
-                text += character
-                self.position += 1
-        raise ValueError("No closing quotation")
-
-    def _expansion(self) -> tuple[str, str | None]:
-        """Return what stands for another text here, and that text where it is known."""
-        if self.text[self.position] == "`":
-            return self._closed("`"), None
-        start, after = self.position, self.text[self.position + 1 : self.position + 2]
-        self.position += 1
-        if after in ("(", "{"):
-            raw = "$" + self._closed(")" if after == "(" else "}")
-            name = re.fullmatch(r"\$\{(\w+)(?::?-[^}]*)?\}", raw)
-            return raw, self.variables.get(name[1]) if name else None
-        if after == "'":
-            return "$" + self._closed("'"), None
-        if name := _NAME.match(self.text, self.position):
-            self.position = name.end()
-            return self.text[start : self.position], self.variables.get(name[0])
-        return "$", "$"
+        return text, unknown
 
 
 def _pattern(bare: str, text: str) -> str:
-    """Return what a shell would make several words of, or names of files."""
-    if _BRACES.search(bare):
+    """Return a text of which a shell would make several words, or names of files; else nothing."""
+    if _SEVERAL.search(bare):
         return text
-    if not re.search(r"[*?]|\[.+\]", bare):
-        return ""
-    path = PurePath(text.replace("~", str(Path.home()), 1) if bare.startswith("~/") else text)
-    try:
-        is_file = any(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    except (OSError, ValueError, NotImplementedError):  # no pattern that anything could match
-        return ""
-    return text if is_file else ""
+    pattern = text.replace("~", str(Path.home()), bare.startswith("~/"))
+    return text if re.search(r"[*?\[]", bare) and "\0" not in text and glob(pattern) else ""  # noqa: PTH207

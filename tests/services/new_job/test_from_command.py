@@ -161,14 +161,12 @@ def test_a_resume_is_written_where_the_script_saves_into_the_runs_folder(tmp_pat
     ("line", "name"),
     [
         ("python -m my.pack.train -b 4 --epochs 1", "my.pack.train"),
-        ("bash run.sh -b 4 --epochs 1", "run"),
+        ("torchrun --no-python ./run.sh -b 4 --epochs 1", "run"),
         ("'./my train.py' -b 4 --epochs 1", "my-train"),
         ("python __main__.py -b 4 --epochs 1", "main"),
     ],
 )
-def test_the_job_is_called_as_its_script(line: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.sh").write_text('python train.py "$@"\n')
+def test_the_job_is_called_as_its_script(line: str, name: str, tmp_path: Path) -> None:
     spec = loaded(from_command(line, "local"), tmp_path)
     assert spec.name == name
 

@@ -362,8 +362,16 @@ def settings(site: Site) -> Iterator[Setting]:
 def _size_settings(partition: Partition) -> Iterator[Setting]:
     if partition.kinds:
         yield from _node_settings(partition.kinds[0])
-    nodes, minutes = suggested_nodes(partition), _job_minutes(partition)
-    yield Setting("search.nodes", f"[{', '.join(map(str, nodes))}]")
+    yield from measuring_settings(suggested_nodes(partition), _job_minutes(partition))
+    limit = partition.minutes
+    if limit is not None and limit < _MINUTES:
+        words = "time limit of a training job, the most here; a longer training goes on in the next one"
+        yield Setting("cluster.slurm.minutes", str(limit), words)
+
+
+def measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[Setting]:
+    """Yield which numbers of nodes are measured, for how many minutes each, and what all of it may cost."""
+    yield Setting("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
     yield Setting(
         "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
     )
@@ -372,10 +380,6 @@ def _size_settings(partition: Partition) -> Iterator[Setting]:
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
     words = f"of all measuring jobs together: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
     yield Setting("search.max_node_hours", f"{cap:g}", words)
-    limit = partition.minutes
-    if limit is not None and limit < _MINUTES:
-        words = "time limit of a training job, the most here; a longer training goes on in the next one"
-        yield Setting("cluster.slurm.minutes", str(limit), words)
 
 
 _MINUTES = 120  # of a training job, where the partition allows as much

@@ -5,10 +5,18 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tula_cli.cluster.slurm.partitions import Setting, Site, parse_gres, parse_minutes, word, write_settings
+from tula_cli.cluster.slurm.partitions import (
+    Setting,
+    Site,
+    measuring_settings,
+    parse_gres,
+    parse_minutes,
+    word,
+    write_settings,
+)
 from tula_cli.errors import SpecError
 from tula_cli.services.new_job.from_command import (
     FromCommand,
@@ -18,7 +26,7 @@ from tula_cli.services.new_job.from_command import (
     written_around,
 )
 from tula_cli.spec.scripts.command_text import training_command
-from tula_cli.spec.scripts.launchers import Known, slurm_options
+from tula_cli.spec.scripts.launchers import NODES, Known, Unknown, slurm_options
 from tula_cli.spec.scripts.options import Option
 from tula_cli.spec.scripts.proposal import missing
 from tula_cli.spec.scripts.recognition import Recognised, recognise_command
@@ -32,15 +40,10 @@ _SETTINGS = {"partition": "partition", "account": "account", "qos": "qos", "cons
 """Options of sbatch that are settings of cluster.slurm as they are."""
 _SIZES = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node", "gpus_per_task", "cpus_per_task",
           "cpus_per_gpu", "time", "job_name", "exclusive", "chdir"}  # fmt: skip
-_LEFT_OUT = {
-    "array": "a job of tula is one training; each of its own values is a job file",
-    "dependency": "tula makes the chain of a training's jobs itself",
-    **dict.fromkeys(("output", "error", "open_mode", "input"), "what jobs print is kept in the run's logs"),
-    **dict.fromkeys(("requeue", "no_requeue", "signal"), "tula asks the script to save and goes on in the next job itself"),
-    **dict.fromkeys(("wait", "parsable", "quiet", "verbose", "test_only", "hold", "wrap"), "it is about submitting, which tula does"),
-    **dict.fromkeys(("ntasks_per_gpu", "gpu_bind", "label", "unbuffered", "kill_on_bad_exit"), "tula starts one process for each GPU"),
-    **dict.fromkeys(("begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min"), "it is about one job, and tula submits several"),
-}  # fmt: skip
+_LEFT_OUT = {"array", "dependency", "output", "error", "open_mode", "input", "requeue", "no_requeue", "signal", "wait", "parsable",
+             "quiet", "verbose", "test_only", "hold", "wrap", "ntasks_per_gpu", "gpu_bind", "label", "unbuffered",
+             "kill_on_bad_exit", "begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min"}  # fmt: skip
+"""Options that are about one job, its output or its tasks."""
 _COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
 
 
@@ -48,26 +51,43 @@ _COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
 class _Request:
     """The resources and options that a script asks SLURM for."""
 
-    options: Mapping[str, Option] = field(default_factory=dict)  # by long names with underscores
+    options: Mapping[str, Option]  # by long names with underscores
+    answered: int = 0  # nodes, as the user said
 
     def text(self, name: str) -> str:
         return self.options[name].value.text if name in self.options else ""
 
     def count(self, name: str, default: int = 0) -> int:
-        """Return a number; the least of a range.
+        """Return a number.
 
         Raises:
             SpecError: it is none.
         """
         if not (text := self.text(name)):
             return default
-        if not (match := re.match(r"\d+(?=$|[-,:])", text)) or not int(match[0]):
+        if not re.fullmatch(r"[1-9]\d{0,5}", text):
             raise SpecError(f"#SBATCH {self.options[name].written}: {text!r} is no number", "give the number")
-        return int(match[0])
+        return int(text)
 
     @property
     def nodes(self) -> int:
-        return self.count("nodes", 1)
+        """Return the number of nodes.
+
+        Raises:
+            Unknown: SLURM chooses it.
+        """
+        tasks, each = self.count("ntasks"), self.count("ntasks_per_node")
+        if "nodes" in self.options or self.answered:
+            return self.answered or self.count("nodes")
+        if tasks > 1 and not each:
+            written = self.options["ntasks"].written
+            raise Unknown(
+                f"#SBATCH {written} does not say on how many nodes they are",
+                "add a line #SBATCH --nodes=1, with the number",
+                key=NODES,
+                question=f"on how many nodes are the tasks of #SBATCH {written}?",
+            )
+        return max(1, math.ceil(tasks / each)) if each else 1
 
     @property
     def tasks_per_node(self) -> int:
@@ -106,17 +126,22 @@ def from_sbatch(
         Unknown: the script does not tell for certain what can be asked.
         SpecError: the script cannot be used; the message names the line.
     """
-    request = _read_request(text)
+    known = Known(answers or {})
+    request = replace(_read_request(text), answered=known.answer(NODES) or 0)
     _check_folder(request)
     gpus, _, _ = request.gpus
-    known = Known(answers or {}, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
+    known = replace(known, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
     command = training_command(text, keeps_setup=True, variables=_variables(request))
     recognised = with_length(recognise_command(command, known), answers)
-    request = replace(request, options={**_of_steps(recognised), **request.options})
+    request = replace(request, options={**_of_jobs(recognised.slurm), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
     written = written_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
     written = write_settings(written, [*_settings(request, recognised, offered), *shell_settings(recognised)])
-    left_out = [f"{option.written}: {_LEFT_OUT[name]}" for name, option in request.options.items() if name in _LEFT_OUT]
+    left_out = [
+        f"{option.written}: not kept: tula decides it for each of its jobs"
+        for name, option in request.options.items()
+        if name in _LEFT_OUT
+    ]
     recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
     return FromCommand(
         with_batches(written, recognised),
@@ -164,22 +189,20 @@ def _variables(request: _Request) -> dict[str, str]:
         "SLURM_GPUS": gpus * request.nodes,
         "SLURM_CPUS_PER_TASK": request.count("cpus_per_task"),
     }
-    texts = {
-        "SLURM_JOB_NAME": request.text("job_name"),
-        "SLURM_JOB_PARTITION": request.text("partition"),
-        "SLURM_JOB_ACCOUNT": request.text("account"),
-        "SLURM_SUBMIT_DIR": str(Path.cwd()),
-    }
-    return {**{name: str(count) for name, count in counts.items() if count}, **{k: v for k, v in texts.items() if v}}
+    texts = {"SLURM_JOB_NAME": request.text("job_name"), "SLURM_SUBMIT_DIR": str(Path.cwd())}
+    return {name: str(value) for name, value in {**counts, **texts}.items() if value}
 
 
-def _of_steps(recognised: Recognised) -> dict[str, Option]:
+def _of_jobs(options: Mapping[str, Option]) -> dict[str, Option]:
     """Return what srun was asked for and the #SBATCH lines may not say."""
-    return {
-        name: option
-        for name, option in recognised.slurm.items()
-        if name in {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
-    }
+    names = {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
+    return {name: option for name, option in options.items() if name in names}
+
+
+def _others(options: Mapping[str, Option]) -> dict[str, str | bool]:
+    """Return the options that are no settings of cluster.slurm, as section `extra` has them."""
+    names = options.keys() - {*_SETTINGS, *_SIZES, *_LEFT_OUT}
+    return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
 
 
 def _settings(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[Setting]:
@@ -203,22 +226,10 @@ def _settings(request: _Request, recognised: Recognised, offered: Site | None) -
         str(exclusive).lower(),
         "whole nodes" if exclusive else "as in the script; true: whole nodes, whose times no neighbour spoils",
     )
-    extra: dict[str, str | bool] = {
-        name.replace("_", "-"): option.value.text or True
-        for name, option in request.options.items()
-        if name not in {*_SETTINGS, *_SIZES, *_LEFT_OUT}
-    }
-    if other := request.other_resources:
-        extra["gres"] = other
-    if extra:
-        yield Setting("cluster.slurm.extra", json.dumps(extra), "other options of sbatch")
-    steps = {
-        name.replace("_", "-"): option.value.text or True
-        for name, option in recognised.slurm.items()
-        if name not in {*_SETTINGS, *_SIZES, *_LEFT_OUT}
-    }
-    if steps:
-        yield Setting("cluster.slurm.srun_extra", json.dumps(steps), "other options of srun")
+    extra = _others(request.options) | ({"gres": other} if (other := request.other_resources) else {})
+    for key, others, command in (("extra", extra, "sbatch"), ("srun_extra", _others(recognised.slurm), "srun")):
+        if others:
+            yield Setting(f"cluster.slurm.{key}", json.dumps(others), f"other options of {command}")
     yield from _measuring(request, offered)
 
 
@@ -233,13 +244,7 @@ def _measuring(request: _Request, offered: Site | None) -> Iterator[Setting]:
     most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
     nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
     minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))
-    hours = sum(nodes) * (minutes + ROOM) / 60
-    cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
-    yield Setting("search.nodes", str(nodes), f"around the script's {request.nodes}")
-    yield Setting(
-        "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
-    )
-    yield Setting("search.max_node_hours", f"{cap:g}", f"of all measuring jobs together: {hours:.3g}")
+    yield from measuring_settings(nodes, minutes, f"around the script's {request.nodes}")
 
 
 def _doubts(request: _Request, recognised: Recognised) -> Iterator[str]:

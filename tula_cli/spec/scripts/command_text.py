@@ -28,6 +28,7 @@ _PRINTS = (
     "wait",
 )
 """Commands whose output nobody needs in the job."""
+_SHELL = ("cd", "pushd", "set", "source", ".", "module", "ml", "conda", "mkdir", "ulimit", "export")
 _RENDEZVOUS = re.compile(r"scontrol|hostname|NODELIST|\bSLURM_(?:JOB_)?NODE|SLURM_LAUNCH_NODE|comm -23|getsockname")
 _WITHOUT_SHELL = "tula starts the command without a shell"
 _Pipeline = list[Command]
@@ -77,7 +78,7 @@ class _Reader:
 
     def read(self, pipelines: Sequence[_Pipeline]) -> TrainingCommand:
         programs = [pipeline for pipeline in pipelines if self._is_program(pipeline)]
-        training = self._training(programs or ([] if self.keeps_setup else self._others(pipelines)))
+        training = self._training(programs)
         for pipeline in pipelines:
             if pipeline is training or pipeline in programs:
                 continue
@@ -123,14 +124,12 @@ class _Reader:
         if first.inside:
             return False
         words = list(first.program)
-        is_program = starts_program(words) or (_is_likely(pipeline) and words[0].name not in _PRINTS)
+        may_be = (
+            bool(words) and words[0].name not in (*_PRINTS, *_SHELL) and (_is_likely(pipeline) or not self.keeps_setup)
+        )
+        is_program = may_be or starts_program(words)
         is_piped = any(starts_program(command.program) for command in pipeline[1:])
         return is_piped or (is_program and words[-1].text not in ("--version", "-V"))
-
-    def _others(self, pipelines: Sequence[_Pipeline]) -> list[_Pipeline]:
-        """Return the commands that are neither programs that are known nor about the shell."""
-        shell = (*_PRINTS, "cd", "pushd", "set", "source", ".", "module")
-        return [each for each in pipelines if each[0].program and each[0].program[0].name not in shell]
 
     def _training(self, programs: Sequence[_Pipeline]) -> _Pipeline:
         if not programs:

@@ -70,40 +70,19 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """A program that starts processes: the meaning of its options, which have underscores here."""
+    """A program that starts processes: the options that give their numbers, with underscores."""
 
     name: str
     nodes: str = ""
     per_node: str = ""  # processes of a node
     total: str = ""  # processes of all nodes
-    others: str = ""  # options that tula has no use for; with none, every option is handed on
     one_process: bool = False  # is what it starts without an option of processes
     local_rank: bool = False  # it hands --local_rank on to the script
 
 
-_TORCHRUN = _Launcher(
-    "torchrun",
-    "nnodes",
-    "nproc_per_node",
-    others="node_rank master_addr master_port local_addr rdzv_id rdzv_backend rdzv_endpoint rdzv_conf max_restarts"
-    " monitor_interval start_method role log_dir r redirects t tee local_ranks_filter logs_specs event_log_handler"
-    " numa_binding signals_to_handle standalone m module no_python run_path use_env",
-    one_process=True,
-)
-_DEEPSPEED = _Launcher(
-    "deepspeed",
-    "num_nodes",
-    "num_gpus include i",
-    others="H hostfile e exclude master_port master_addr node_rank launcher launcher_args bind_core_list ssh_port"
-    " module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank",
-    local_rank=True,
-)
-_COMPOSER = _Launcher(
-    "composer",
-    per_node="n nproc",
-    total="world_size",
-    others="stdout stderr base_rank node_rank master_addr master_port v verbose m module_mode",
-)
+_TORCHRUN = _Launcher("torchrun", "nnodes", "nproc_per_node", one_process=True)
+_DEEPSPEED = _Launcher("deepspeed", "num_nodes", "num_gpus include i", local_rank=True)
+_COMPOSER = _Launcher("composer", per_node="n nproc", total="world_size")
 _ACCELERATE = _Launcher("accelerate", "num_machines", total="num_processes")
 _SRUN = _Launcher("srun", "nodes", "ntasks_per_node", "ntasks")
 _LAUNCHERS = {
@@ -140,6 +119,7 @@ _HOW_TO_START = (
     "if it starts N on each node, write {gpus_per_node=N} in place of a number of GPUs; if it is one of several"
     " processes, put torchrun --nproc_per_node=N before the script in place of python"
 )
+_INSIDE = "give the command inside it that starts the training; or, " + _HOW_TO_START
 
 
 # --- where it begins
@@ -236,9 +216,8 @@ def _launch(words: Sequence[Word], known: Known) -> Launch:
         return _take(launcher, start, words[size:], known)
     if _PYTHON.fullmatch(first.name):
         return _python(words, known)
-    if first.name in _SHELLS or first.text.endswith(".sh"):
-        return _shell_script(words, known)
-    return _by_itself(Launch((first,), tuple(words[1:])), known, is_script=first.text.endswith(".py"))
+    size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
+    return _by_itself(Launch(tuple(words[:size]), tuple(words[size:])), known, is_script=first.text.endswith(".py"))
 
 
 def _python(words: Sequence[Word], known: Known) -> Launch:
@@ -256,24 +235,6 @@ def _python(words: Sequence[Word], known: Known) -> Launch:
     if words[place - 1].text == "-m" and re.search(r"launch|\.distributed\b|elastic", name):
         raise SpecError(f"{name} is a launcher whose options are not read here", _HOW_TO_START)
     return _by_itself(Launch(tuple(words[: place + 1]), tuple(words[place + 1 :])), known, is_script=True)
-
-
-def _shell_script(words: Sequence[Word], known: Known) -> Launch:
-    """Return the launch of a script of the shell: one process, where its text starts no launcher."""
-    size = next((place for place, word in enumerate(words) if word.text.endswith(".sh")), len(words) - 1) + 1
-    launch, script = Launch(tuple(words[:size]), tuple(words[size:])), words[size - 1].text
-    try:
-        text = (known.folder / script).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = "torchrun"
-    if not re.search(rf"\b({'|'.join(map(re.escape, [*_LAUNCHERS, *_FOREIGN]))})\b", text):
-        return launch
-    hint = (
-        "give the command inside it that starts the training; or, where it is one process of each GPU:"
-        f" torchrun --no-python --nproc_per_node=N {' '.join(word.raw for word in words[:size])}"
-    )
-    each = _ask_processes(f"the script of the shell {script}", hint, known)
-    return replace(launch, launch="rank" if each == 1 else "node", per_node=each)
 
 
 # --- launchers
@@ -305,7 +266,7 @@ def count(option: Option | None, key: str, known: Known, *, missing: str = "") -
 def _number(option: Option | None) -> int | None:
     """Return the number that an option's value is, or that of the devices in it."""
     text = option.value.text if option and not option.value.unknown else ""
-    if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d*)\}?", text):
+    if match := re.fullmatch(r"(?:\{(?:gpus_per_node|nodes|world)=)?([1-9]\d{0,5})\}?", text):
         return int(match[1])
     return len(re.findall(r"\d+", text)) if re.fullmatch(r"\[?\d+(,\d+)+,?\]?|\[\d+\]", text) else None
 
@@ -386,11 +347,8 @@ def _options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Option], 
         name = option.meaning
         longer = [each for each in numbers if len(name) > 2 and each.startswith(name)]
         name = longer[0] if name not in numbers and len(longer) == 1 else name
-        if launcher.others and name not in [*numbers, *launcher.others.split()]:
-            raise SpecError(
-                f"{launcher.name}'s {option.label} is not known: tula starts the ranks itself",
-                "leave it out, if it is not needed",
-            )
+        if name not in numbers and re.search(r"nproc|nnode|num_?(?:gpu|node|proc|machine)|n_?gpu", name):
+            raise SpecError(f"{launcher.name}'s {option.label} is not known", "correct it, or leave it out")
         result.append(replace(option, meaning=name))
     return result, rest
 
@@ -434,7 +392,7 @@ def _srun(words: Sequence[Word], known: Known) -> Launch:
             "start the container by words before the script, as apptainer exec does",
         )
     nodes, tasks, each = options.get("nodes"), options.get("ntasks"), options.get("ntasks_per_node")
-    several = bool(tasks or each) or known.tasks_per_node > 1
+    several = (_number(each or tasks) or known.tasks_per_node) > 1
     launch = replace(find_launcher(rest, replace(known, starts_ranks=several)), slurm=options)
     machines = count(nodes, NODES, known) if nodes else known.nodes or launch.nodes
     if launch.launcher:  # it starts the processes, and srun has it once a node
@@ -496,8 +454,6 @@ def _by_itself(launch: Launch, known: Known, *, is_script: bool) -> Launch:
     trainer = trainer | {option.name: option for option in given if "trainer" in option.path[:-1]}
     if {"devices", "gpus", "num_nodes"} & trainer.keys():
         return _lightning(launch, trainer, known)
-    if {"num_gpus", "config_file"} <= by_name.keys():
-        return _detectron(launch, by_name, known)
     if known.starts_ranks:
         return launch
     several = next((option for option in given if _is_several(option)), None)
@@ -506,7 +462,9 @@ def _by_itself(launch: Launch, known: Known, *, is_script: bool) -> Launch:
         each = count(several, PROCESSES, known)
     elif several or flag or not is_script:
         words = [*launch.program, *launch.arguments][:2] if not is_script else several.words if several else ()
-        each = _ask_processes(" ".join(word.raw for word in words) or flag, _HOW_TO_START, known)
+        each = _ask_processes(
+            " ".join(word.raw for word in words) or flag, _HOW_TO_START if is_script else _INSIDE, known
+        )
     else:
         return launch
     return _counted(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
@@ -540,23 +498,6 @@ def _lightning(launch: Launch, options: Mapping[str, Option], known: Known) -> L
     program = (*start, *map(filled, _TORCHRUN_ON_NODES.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
     return _counted(launch, "lightning", machines, processes, nodes, devices)
-
-
-def _detectron(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
-    """Return the launch of a script with detectron2's options, which starts its processes and finds the other nodes."""
-    values = {
-        "num_gpus": "{gpus_per_node}",
-        "num_machines": "{nodes}",
-        "machine_rank": "{node_rank}",
-        "dist_url": "tcp://{master_addr}:{master_port}",
-    }
-    nodes, gpus = options.get("num_machines"), options["num_gpus"]
-    processes, machines = count(gpus, PROCESSES, known), count(nodes, NODES, known) if nodes else 1
-    more = [f"--{name.replace('_', '-')} {text}" for name, text in values.items() if name not in options]
-    arguments = filled_in(launch.arguments, [(options.get(name), text) for name, text in values.items()])
-    arguments = [*map(filled, " ".join(more).split()), *arguments]
-    launch = replace(launch, arguments=tuple(arguments), launch="node")
-    return _counted(launch, "detectron2", machines, processes, nodes, gpus)
 
 
 def per_node_words(processes: int) -> str:

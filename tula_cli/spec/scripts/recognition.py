@@ -18,12 +18,15 @@ _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
 _SIZE = r"batch(?:_?size)?"
 _MEANINGS = {
     "tokens": r"max_tokens|tokens_per_(?:batch|step)|\w*batch(?:_size)?_tokens",
-    "accumulate": r"(?:grad(?:ient)?_)?accum(?:ulat(?:e|ion))?(?:_(?:steps?|iters?|freq|grad_batches))?|update_freq|acc_steps",
+    "accumulate": r"(?:\w*_)?(?:acc|accum(?:ulat(?:e|ion))?)_(?:steps?|iters?|freq|grad_batches)|(?:\w*_)?accum(?:ulat(?:e|ion))?"
+    r"|update_freq|iter_size",
     "micro_batch": rf"(?:device_)?(?:train_)?micro_?{_SIZE}(?:_per_{_DEVICE})?",
     "batch": rf"(?:global|total|effective)_(?:train_)?(?:{_SIZE}|bs)|ims_per_batch",
-    "local_batch": rf"local_(?:{_SIZE}|bs)|(?:train_)?(?:{_SIZE}|samples|imgs|images|ims)_per_{_DEVICE}"
+    "local_batch": rf"local_(?:{_SIZE}|bs)|(?:train_)?(?:{_SIZE}|bs|samples|imgs|images|ims)_per_{_DEVICE}"
     rf"|(?:per_)?{_DEVICE}_(?:train_)?{_SIZE}",
     "some_batch": rf"b|bs|bsz|(?:train_)?{_SIZE}|max_sentences",  # by custom that of one process
+    "model_parallel": r"(?:tensor|pipeline|context|sequence|model)(?:_model)?_parallel(?:_size|_degree)?"
+    r"|(?:tp|pp|cp)(?:_size|_degree)?|[sm]p_size",
     "lr": r"lr0?|learning_rate|(?:base|peak|max)_lr",
     "epochs": r"(?:n_?|(?:num_|max_)?(?:train_)?)epochs|(?:num|max|end)_epochs?",
     "steps": r"(?:max|num|total|train|max_train)_(?:steps|iters?|updates?)|num_iterations",
@@ -186,6 +189,8 @@ class _Reader:
     def _other_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
         """Yield the options other than those of the batch whose values give way, each with its placeholder."""
         seen = {*self.by_hand}
+        if len([option for option in options if _meaning(option) == "lr"]) > 1:
+            seen.add("lr")  # of several optimizers
         for option in options:
             placeholder, text = _meaning(option), option.value.text
             if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):  # composer
@@ -233,6 +238,13 @@ class _Reader:
                 f"the batch is given twice: {names}", "leave one of them out, or " + _HOW_TO_SAY.format("N")
             )
         option, accumulation = chosen[0], kinds.get("accumulate", [])[:1]
+        shared = [each for each in kinds.get("model_parallel", []) if each.value.text != "1"]
+        if shared and self.ranks > 1 and not of_all:
+            raise SpecError(
+                f"{shared[0].written}: several processes share one copy of the model, so how many batches of {option.written}"
+                " make that of a step is not known",
+                "write {batch=N} in place of the number of an option that is the batch of all processes",
+            )
         _check_count(option, "samples")
         if of_all or self._is_of_all(option, options):
             yield option, "batch"
@@ -251,7 +263,12 @@ class _Reader:
         if launcher == "yolo" or (name.startswith("batch") and len({each.name for each in options} & _YOLO) > 1):
             return True  # yolov5 and its kin
         is_yacs = len(option.path) > 1 and option.flag[:1].isupper() and option.path[0] != "data"
-        by_custom = _meaning(option) == "some_batch" and (name != "train_batch_size" or launcher == "accelerate")
+        is_split = any(_meaning(each) == "micro_batch" for each in options)
+        by_custom = (
+            _meaning(option) == "some_batch"
+            and not is_split
+            and (name != "train_batch_size" or launcher == "accelerate")
+        )
         if by_custom and not is_yacs:
             return False
         return self._asked_of_all(

@@ -15,11 +15,12 @@ _EXPANSION = rf"\${_NESTED}|`[^`]*`|\$\{{[^{{}}]*\}}|\$\w+|\$[@*#?$!-]|\$'(?:\\.
 _PIECE = re.compile(
     r"(?P<continued>\\\r?\n)|\\(?P<escaped>.?)|\"?\$\{(?P<elements>\w+)\[[@*]\]\}\"?|'(?P<single>[^']*)'|(?P<double>\")"
     rf"|(?<==)(?P<array>{_NESTED})|(?P<expansion>{_EXPANSION}|[<>]{_NESTED})"
-    r"|(?P<plain>[^ \t\r\n;|&<>()'\"\\`$]+|\r(?!\n|\Z)|\$)",
+    r"|(?P<plain>[^ \t\r\n;|&<>()'\"\\`$]+|\r(?!\n|\Z)|\$(?![({']))",
     re.DOTALL,
 )
 _QUOTED_PIECE = re.compile(
-    rf'(?P<continued>\\\n)|\\(?P<escaped>[$`"\\])|(?P<expansion>{_EXPANSION})|(?P<plain>[^"\\$`]+|[\\$])', re.DOTALL
+    rf'(?P<continued>\\\n)|\\(?P<escaped>[$`"\\])|(?P<expansion>{_EXPANSION})|(?P<plain>[^"\\$`]+|\\|\$(?![({{]))',
+    re.DOTALL,
 )
 _BLANK = re.compile(r"(?:[ \t]|\\\r?\n|\r(?=\n|\Z))*(?:#[^\n]*)?")
 _OPERATOR = re.compile(r"&&|\|\||\|&|;;|[;|&\n]|\Z")
@@ -209,11 +210,11 @@ class _Scanner:
                 texts[-1] += piece[kind or 0] or ("\\" if kind == "escaped" else "")
         if self.position == start:
             if (character := self.text[start]) not in "()<>":
-                raise ValueError("No closing quotation")
+                raise ValueError("No closing quotation or bracket")
             self.position += 1
             return [Word(character, character)]
-        if self.text[self.position : self.position + 1] in ("'", "`"):
-            raise ValueError("No closing quotation")
+        if self.text[self.position : self.position + 1] in ("'", "`", "$"):
+            raise ValueError("No closing quotation or bracket")
         raw = self.text[start : self.position]
         if bare == "~" or bare.startswith("~/"):
             texts[0] = str(Path.home()) + texts[0][1:]

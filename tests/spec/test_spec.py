@@ -333,6 +333,44 @@ def test_wrong_value_is_named_with_its_path_and_a_way_out(write, override, path,
     assert words in found[path]
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("epochs=5", "train.epochs"),
+        ("num_epochs=5", "train.epochs"),
+        ("lr=0.1", "optimizer.lr"),
+        ("seed=1", "train.seed"),
+        ("workers=4", "train.workers"),
+        ("nodes=[1]", "search.nodes"),
+        ("minutes=30", "cluster.slurm.minutes"),
+        ("weight_decay=0.1", "optimizer.weight_decay"),
+        ("root=data", "dataset.root"),
+        ("method=ags", "train.method"),
+        ("partition=gpu", "cluster.slurm.partition"),
+    ],
+)
+def test_a_key_without_its_section_is_the_likely_one(write, override, key):
+    name = override.partition("=")[0]
+    assert f"did you mean {key}?" in problems(write(MINIMAL), override)[name]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("epochs", "script.length.epochs?"),
+        ("lr", "script.reference.lr?"),
+        ("metric", "script.metric?"),
+        ("seed", "train.seed?"),
+        ("batch", "script.reference.batch is the one that script.reference.lr"),
+    ],
+)
+def test_a_key_without_its_section_is_one_of_the_scripts_where_there_is_a_script(key, meant):
+    script = {"command": "t.py -b {batch}", "length": {"epochs": 1}, "reference": {"batch": 8}}
+    with pytest.raises(SpecError) as error:
+        validate({"name": "j", "script": script, key: 1}, source="j")
+    assert meant in str(error.value)
+
+
 def test_milestones_must_ascend(write):
     found = problems(write(MINIMAL), "schedule.kind=multistep", "schedule.milestones=[60, 30]")
     assert "ascend" in found["schedule"]

@@ -52,7 +52,7 @@ def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:
     try:
         return JobSpec.model_validate(content)
     except ValidationError as error:
-        problems = merge_unions([problem(item) for item in error.errors()])
+        problems = merge_unions([problem(item, of_script="script" in content) for item in error.errors()])
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SpecError(f"{source} has {count}", problems=problems) from None
 

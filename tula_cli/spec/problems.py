@@ -54,12 +54,20 @@ _WANTED: Mapping[str, str] = {
 """What a value of another type than its key's should have been."""
 
 
-def problem(item: Any) -> Problem:
+def problem(item: Any, *, of_script: bool = False) -> Problem:
+    """Return one error of pydantic in words.
+
+    Args:
+        item: the error.
+        of_script: whether the job runs a script, whose keys are likelier then.
+    """
     path = _readable_path(item["loc"])
     if item["type"] == "extra_forbidden":
         if hint := REPLACED.get(item["loc"][-2:]):
             return Problem(path, "no such key", hint)
-        return Problem(path, "no such key", _hint(str(item["loc"][-1]), _names_at(item["loc"][:-1])))
+        return Problem(
+            path, "no such key", _hint(str(item["loc"][-1]), _names_at(item["loc"][:-1]), of_script=of_script)
+        )
     if item["type"] == "missing":
         return Problem(path, "is required")
     message = _wanted(item)
@@ -73,21 +81,35 @@ def problem(item: Any) -> Problem:
     return Problem(path, message[:1].lower() + message[1:] + shown, _hint_of_name(item))
 
 
-def _hint(key: str, names: list[str]) -> str:
+def _hint(key: str, names: list[str], *, of_script: bool) -> str:
     """Return what may have been meant by an unknown key: one of the same section, or of another."""
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"did you mean {close[0]}?"
     plain = key.lower().replace("-", "_")
-    if known := _USUAL_NAMES.get(plain):
+    known, paths = _USUAL_NAMES.get(plain, ""), _paths_of_keys()
+    same_name = paths.get(known.rpartition(".")[2] or plain, [])
+    of_scripts = [path for path in same_name if path.startswith("script.")]
+    if of_script and known == _BATCH:
+        known = known.replace("train.reference_batch", "script.reference.batch").replace(
+            "optimizer.lr", "script.reference.lr"
+        )
+    if of_script and of_scripts:
+        return f"did you mean {of_scripts[0]}?"
+    if known:
         return known if " " in known else f"did you mean {known}?"
-    paths = _paths_of_keys()
-    if plain in paths:
-        return f"did you mean {' or '.join(paths[plain][:3])}?"
+    if same_name:
+        best = min(map(_rank, same_name))
+        return f"did you mean {' or '.join([path for path in same_name if _rank(path) == best][:3])}?"
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(plain, paths, n=1, cutoff=0.8):
         return f"did you mean {paths[close[0]][0]}?"
     return f"known here: {', '.join(sorted(names))}"
+
+
+def _rank(path: str) -> tuple[bool, int]:
+    """Return how unlikely a key is meant by its last word alone: those of variants and scripts, then those that lie deeper."""
+    return path.startswith(("auto.", "node_types.", "cluster.scheduler.", "script.")), path.count(".")
 
 
 def _hint_of_name(item: Any) -> str:

@@ -146,6 +146,13 @@ def test_wrong_loss_is_named(section, words):
 # --- optimizers
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_an_optimizer_of_matrices_alone_names_the_way_to_train_the_others():
+    with pytest.raises(SpecError) as refused:
+        optimizer([nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], name="Muon")
+    assert "ortho" in refused.value.hint and "AdamW" in refused.value.hint
+
+
 def test_sgd_is_fused_and_carries_its_settings():
     found = optimizer(name="SGD", momentum=0.9, weight_decay=0.01, args={"nesterov": True})
     assert isinstance(found, torch.optim.SGD)

@@ -110,7 +110,16 @@ def _binds(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+_MATRICES = (
+    "the model has parameters that are no matrices (biases, norms): set optimizer.name to a class of your own"
+    " (package.module:attribute) that trains the matrices with it and the rest with AdamW; or optimizer.name: SGD with"
+    " train.method: ortho, which orthogonalises the steps of the matrices alone"
+)
+
+
 def refused(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
     """Return the error that built-in code refuses the values of its arguments."""
     shown = ", ".join(f"{key}: {value!r}" for key, value in args.items())
-    return SpecError(f"{path}: {name} refuses {shown or 'its arguments'}: {error}")
+    return SpecError(
+        f"{path}: {name} refuses {shown or 'its arguments'}: {error}", _MATRICES if "2D param" in str(error) else ""
+    )

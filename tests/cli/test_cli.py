@@ -943,7 +943,7 @@ def test_init_from_a_script_of_sbatch_is_a_job_of_slurm():
     assert (
         "understood: 2 nodes, 4 processes per node, 64 samples per process: global batch 512; 90 epochs" in answer.out
     )
-    assert "left out: --output=logs/%x-%j.out: what jobs print is kept in the run's logs" in answer.out
+    assert "left out: --output=logs/%x-%j.out: tula decides it for each of its jobs" in answer.out
     assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", "nowhere.sbatch").code == 2
     assert tula("init", "-o", "new.yaml", "--force", "--from-sbatch", str(script), "--from-command", "x").code == 2
 
@@ -957,7 +957,7 @@ def test_init_asks_on_a_terminal_what_the_command_does_not_tell(monkeypatch):
     answer = tula("init", "-o", "new.yaml", "--from-command", line)
     assert answer.code == 0, answer.err
     assert "'many' is not a whole number from 1 on" in answer.err
-    assert "is that the batch of one process, or of all 4? [one/all]" in answer.err
+    assert "does it give the batch of one process, or of all 4? [one/all]" in answer.err
     assert "understood: 4 processes per node: global batch 64; 30 epochs; learning rate 0.1" in answer.out
     monkeypatch.setattr("sys.stdin", type("Gone", (io.StringIO,), {"isatty": lambda _: True})(""))
     assert tula("init", "-o", "other.yaml", "--from-command", line).code == 2

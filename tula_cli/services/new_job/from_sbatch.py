@@ -138,7 +138,7 @@ def from_sbatch(
     written = written_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
     written = write_settings(written, [*_settings(request, recognised, offered), *shell_settings(recognised)])
     left_out = [
-        f"{option.written}: not kept: tula decides it for each of its jobs"
+        f"{option.written}: tula decides it for each of its jobs"
         for name, option in request.options.items()
         if name in _LEFT_OUT
     ]

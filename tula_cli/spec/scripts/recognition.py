@@ -274,7 +274,7 @@ class _Reader:
         return self._asked_of_all(
             option,
             f"batch of {option.label}",
-            f"whether that is the batch of one process or of all {self.ranks}",
+            "the batch",
             _HOW_TO_SAY.format(option.value.text),
         )
 
@@ -287,7 +287,7 @@ class _Reader:
         of_all = self._asked_of_all(
             option,
             f"micro-batches of {option.label}",
-            f"whether those are the micro-batches of one process or of all {self.ranks} in a step",
+            "the micro-batches of a step",
             f"write {{accumulate={value}}} in place of its value where those are one process's, {{accumulate_total={value}}}"
             f" where they are those of all, and {{micro_batch={batch.value.text}}} in place of that of {batch.label}",
         )
@@ -296,7 +296,8 @@ class _Reader:
     def _asked_of_all(self, option: Option, key: str, what: str, hint: str) -> bool:
         if (answer := self.known.answers.get(key)) is not None:
             return answer == "all"
-        message, question = f"{option.written}: {what} is not known", f"{option.written}: {what}?"
+        message = f"{option.written}: whether it gives {what} of one process or of all {self.ranks} is not known"
+        question = f"{option.written}: does it give {what} of one process, or of all {self.ranks}?"
         raise Unknown(message, hint, key=key, question=question, choices=("one", "all"))
 
     def number(self, name: str) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tula_cli.errors import DiskFull
 from tula_cli.host.devices import has_gpu
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.launchers import killed_by
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import PEER, classify, root, telling_line, users_line
@@ -46,7 +46,7 @@ class ExitReason:
     @property
     def words(self) -> str:
         """What happened, and where if it is about that node or its devices."""
-        on_node = self.outcome is not None and ENDINGS[self.outcome].names_host and self.host
+        on_node = self.outcome is not None and FAILURE_KINDS[self.outcome].names_host and self.host
         return f"{self.message} on {self.host}" if on_node else self.message
 
     @classmethod

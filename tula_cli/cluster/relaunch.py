@@ -8,7 +8,7 @@ from typing import Literal
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script
 from tula_cli.cluster.scripts.cuts import known as script_micro_batches
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice, no_gpu
 from tula_cli.models.choice.early_end import shortened
 from tula_cli.models.cost import cost
@@ -37,11 +37,11 @@ from tula_cli.words import plural
 
 RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
-PROCESS_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows in ("processes", "paused"))
+PROCESS_LOST = tuple(outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows in ("processes", "paused"))
 """Endings of a process that say nothing against starting it again, a bounded number of times."""
 COUNTED: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_error")
 """Endings of which there may be `RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
-ALLOCATION_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows == "next job")
+ALLOCATION_LOST = tuple(outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows == "next job")
 """Endings of an allocation: training goes on in the next one for as long as checkpoints advance."""
 UNWRITTEN: tuple[OutcomeClass, ...] = (
     *PROCESS_LOST,

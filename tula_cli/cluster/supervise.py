@@ -46,7 +46,7 @@ from tula_cli.cluster.watching.job_exports import exporting
 from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.errors import JobFailed, TulaError
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import node_name
@@ -220,7 +220,11 @@ class Supervisor:
             if stays and not self.run.cancelled(task.job):
                 self._end_delay(self._later_links(task))  # the command line may not have written its id at the start
                 return  # the next link of the chain goes on
-            if following is not None and reason.outcome is not None and ENDINGS[reason.outcome].follows == "paused":
+            if (
+                following is not None
+                and reason.outcome is not None
+                and FAILURE_KINDS[reason.outcome].follows == "paused"
+            ):
                 self._pause(task, before, reason.outcome)
             task = following
         self._conclude(task or first)

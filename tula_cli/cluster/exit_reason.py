@@ -38,9 +38,7 @@ class ExitReason:
     host: str = ""
     shortage: Shortage | None = None  # of a full disk
     final: bool = False  # nothing is to follow, whatever its class says
-    once_more: bool = (
-        False  # a failure that looks like the user's, after progress: the next attempt shows whether it is
-    )
+    once_more: bool = False  # tried again whatever its class says, in the next job of the chain if there is one
     reached: int | None = None  # samples trained by then; None before a first step
 
     @property

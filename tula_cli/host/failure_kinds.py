@@ -14,6 +14,7 @@ from tula_cli.spec.resources import Cluster
 Next = Literal[
     "processes",
     "paused",
+    "outwaited",
     "once more",
     "elsewhere",
     "next job",
@@ -30,6 +31,8 @@ Next = Literal[
 NEXT_WORDS: dict[Next, str] = {
     "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",
     "paused": "new processes after a pause, at most `train.max_attempts` times without a newer checkpoint",
+    "outwaited": "new processes after a pause; after `train.max_attempts` of them in one job without a newer checkpoint the next job of the chain,"
+    " 10 to 30 minutes later; it ends where there is none",
     "once more": "new processes; the same without a newer checkpoint is then the user's code's",
     "elsewhere": "the next job of the chain, on other nodes, or new processes on one machine; at most `train.max_attempts` times"
     " without a newer checkpoint",
@@ -129,7 +132,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
     "storage": FailureKind(
         "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",
         StorageFailed,
-        "paused",
+        "outwaited",
         "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
         names_host=True,
     ),

@@ -58,7 +58,7 @@ def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass
     assert (relaunch.batch < task.batch) == (follows == "less memory")
     assert (relaunch.workers == 1) == (follows == "fewer loaders")
     often = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), task.spec.train.max_attempts)
-    assert (often is None) == (follows in ("processes", "paused", "once more", "elsewhere"))
+    assert (often is None) == (follows in ("processes", "paused", "outwaited", "once more", "elsewhere"))
     assert ("n7" in relaunch.cause) == FAILURE_KINDS[outcome].names_host
 
 

@@ -21,7 +21,7 @@ from tula_cli.cli import options
 from tula_cli.cli.app import READER_IS_GONE, app
 from tula_cli.cluster.stopping.repeated import AT_ONCE
 from tula_cli.errors import TulaError
-from tula_cli.host.endings.outcomes import ENDINGS, NEXT_WORDS
+from tula_cli.host.failure_kinds import FAILURE_KINDS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
@@ -231,7 +231,7 @@ AGAIN = f"; twice within {AT_ONCE:g} s of a start, without progress, ends it"
 def _endings() -> str:
     rows = [
         f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advised(Cluster()))} |"
-        for outcome, ending in ENDINGS.items()
+        for outcome, ending in FAILURE_KINDS.items()
     ]
     return "\n".join(
         [

@@ -1,6 +1,7 @@
 """A training as a chain of allocations: what the next link does after each way in which the one before has ended."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -56,6 +57,7 @@ class Cluster:
         self.held: list[str] = []
         self.excluded: list[tuple[list[str], str]] = []
         self.prompt: list[tuple[str, str]] = []  # jobs whose delay was ended, and the job before each
+        self.delayed: list[tuple[str, int]] = []  # jobs that were delayed, and minutes
         self.complaint = ""
 
     def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
@@ -70,6 +72,10 @@ class Cluster:
 
     def end_delay(self, id_: str, after: str) -> str:
         self.prompt.append((id_, after))
+        return self.complaint
+
+    def delay(self, id_: str, minutes: int) -> str:
+        self.delayed.append((id_, minutes))
         return self.complaint
 
     def hold(self, ids: Sequence[str]) -> str:
@@ -92,7 +98,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
     monkeypatch.setattr(scheduler, "ended_how", found.ended_how)
     monkeypatch.setattr(scheduler, "cancel", found.cancel)
-    for order in ("end_delay", "exclude", "hold", "release", "ask"):
+    for order in ("delay", "end_delay", "exclude", "hold", "release", "ask"):
         monkeypatch.setattr(scheduler, order, getattr(found, order))
     monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
@@ -474,19 +480,19 @@ def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chai
     assert cluster.cancelled == ["11", "13", "14", "15"]
 
 
+@pytest.mark.parametrize("how", ["preempted", "node_failure"])
 @pytest.mark.promise(
     "the scheduler",
     "jobs are taken away again and again before anything is saved",
-    "after `train.max_attempts` the chain ends and says so",
+    "the remaining jobs of the chain go on, all of them",
 )
-def test_preemptions_without_progress_are_bounded(chain: Chain, cluster: Cluster) -> None:
+def test_jobs_that_are_taken_away_do_not_end_the_chain(chain: Chain, cluster: Cluster, how: OutcomeClass) -> None:
     chain.save(64)
-    chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
-    for link in LINKS:
-        cluster.endings[link] = "preempted"
+    chain.script = TERM
+    for link in LINKS:  # more than train.max_attempts
+        cluster.endings[link] = how
         chain.start(link)
-    assert chain.outcomes() == ["preempted"] * 3
-    assert "3 allocations were lost without a newer checkpoint" in chain.run.training("s").attempts()[-1].message
+    assert chain.outcomes() == [how] * len(LINKS) and not cluster.cancelled
 
 
 @pytest.mark.promise(
@@ -1361,5 +1367,108 @@ def test_a_storage_failure_waits_before_new_processes(
     chain.script = "import errno, os; raise OSError(errno.EIO, os.strerror(errno.EIO))"
     chain.start("11")
     first, second, third = chain.run.training("s").attempts()
-    assert {first.outcome, second.outcome, third.outcome} == {"storage"}
+    assert {first.outcome, second.outcome, third.outcome} == {"storage"} and not cluster.cancelled
     assert second.started_at - (first.ended_at or 0) >= 0.3 and third.started_at - (second.ended_at or 0) >= 1.2
+
+
+# --- a file system that fails for longer
+
+EIO = "import errno, os; raise OSError(errno.EIO, os.strerror(errno.EIO))"
+
+
+@pytest.mark.promise(
+    "the file system",
+    "it fails every attempt of a job for longer than its pauses",
+    "the next job of the chain starts 10 minutes later, the ones after it 20 and 30; no budget of attempts is used up",
+)
+def test_a_storage_outage_that_outlasts_the_pauses_delays_the_next_jobs(chain: Chain, cluster: Cluster) -> None:
+    chain.script = EIO
+    for link in LINKS[:4]:
+        chain.start(link)
+    assert chain.outcomes() == ["storage"] * 12 and not cluster.cancelled
+    assert cluster.delayed == [("12", 10), ("13", 20), ("14", 30), ("15", 30)]
+    last = chain.run.training("s").attempts()[2]
+    assert last.message.endswith("Input/output error; job 12 starts in 10 min at the earliest")
+    chain.will_finish()
+    chain.start("15")
+    assert chain.outcomes()[-1] == "done"
+
+
+def test_the_last_job_of_a_chain_ends_with_the_storage_failure(chain: Chain, cluster: Cluster) -> None:
+    chain.script = EIO
+    chain.start("15")
+    assert chain.outcomes() == ["storage"] * 3 and not cluster.delayed
+    error = failure_of(chain.task, chain.run.training("s").attempts(), kept=0)
+    assert error.exit_code == 14
+
+
+def test_a_newer_checkpoint_shortens_the_delay_again(chain: Chain, cluster: Cluster) -> None:
+    chain.script = EIO
+    chain.start("11")
+    chain.start("12")
+    chain.save(96)
+    chain.start("13")
+    assert cluster.delayed == [("12", 10), ("13", 20), ("14", 10)]
+
+
+def test_where_the_next_job_cannot_be_delayed_it_is_said(chain: Chain, cluster: Cluster) -> None:
+    cluster.complaint = "Access/permission denied"
+    chain.script = EIO
+    chain.start("11")
+    assert "job 12 could not be delayed: Access/permission denied" in chain.run.training("s").attempts()[-1].message
+    assert not cluster.cancelled
+
+
+def test_storage_failures_leave_the_attempts_of_other_failures_alone(chain: Chain, cluster: Cluster) -> None:
+    count = chain.run.path / "count"
+    chain.script = f"""
+        import os, pathlib
+        count = pathlib.Path({str(count)!r})
+        number = int(count.read_text()) if count.exists() else 0
+        count.write_text(str(number + 1))
+        if number % 2:
+            os.kill(os.getpid(), 9)
+        raise OSError(5, "Input/output error")
+    """
+    chain.start("11")
+    assert chain.outcomes() == ["storage", "signal"] * 2 + ["storage"], "three of the storage leave the job to the next"
+    assert cluster.delayed == [("12", 10)] and not cluster.cancelled
+    chain.start("12")
+    assert chain.outcomes()[5:] == ["signal"] and cluster.cancelled, "three lost processes end the training"
+
+
+def test_a_time_limit_before_the_first_checkpoint_is_no_verdict_where_storage_has_failed(
+    chain: Chain, cluster: Cluster
+) -> None:
+    chain.was_killed("11")
+    (lost,) = chain.run.training("s").attempts()
+    chain.run.write_attempt(lost.model_copy(update={"outcome": "storage", "ended_at": 12.0}))
+    chain.was_killed("11")
+    cluster.endings = {"11": "time_limit"}
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["storage", "time_limit", "done"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EIO])
+def test_a_supervisor_that_finds_its_file_system_gone_is_no_defect_of_tula(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def gone(*_: object, **__: object) -> LeaderCommand:
+        raise OSError(number, os.strerror(number), str(chain.run.path / "leader"))
+
+    monkeypatch.setattr(cluster_supervise, "leader_command", gone)
+    with pytest.raises(SystemExit) as ended:
+        chain.start("11")
+    assert ended.value.code == 14 and chain.outcomes() == ["storage"]
+    assert cluster.delayed == [("12", 10)], "it was over within half a minute, and so would be the next one"
+
+
+def test_supervisors_that_could_write_nothing_do_not_end_the_chain(chain: Chain, cluster: Cluster) -> None:
+    for link in LINKS[:4]:  # more than train.max_attempts; SLURM knows their exit code
+        chain.was_killed(link)
+        cluster.endings[link] = "storage"
+    chain.will_finish()
+    chain.start("15")
+    assert chain.outcomes() == ["storage"] * 4 + ["done"]
+    assert chain.run.training("s").attempts()[0].message == "the file system failed under the supervisor of job 11"

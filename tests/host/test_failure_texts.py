@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice, classify, telling_line
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "failure_texts.yaml").read_text())
@@ -49,4 +49,4 @@ def test_what_an_epoch_ago_was_logged_does_not_decide_what_a_kill_is() -> None:
 
 
 def test_limits_name_the_setting() -> None:
-    assert "ulimit -n" in advice("host_limit") and ENDINGS["host_limit"].error.exit_code == 6
+    assert "ulimit -n" in advice("host_limit") and FAILURE_KINDS["host_limit"].error.exit_code == 6

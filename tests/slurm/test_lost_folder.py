@@ -12,6 +12,8 @@ from driver import Tula
 from faults import in_mounts_of
 from test_recovery import ONE, attempts, finished, submit, waiting
 
+from tula_cli.cluster.stopping.repeated import AT_ONCE
+
 from conftest import JOB  # isort: skip
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
@@ -66,3 +68,70 @@ def test_no_job_of_a_chain_is_lost_while_the_run_directory_is_away(
     assert [attempt.job_id for attempt in attempts(tula)] == list(job.links[:2]), "the second job did the rest"
     log = (tula.run().submitit_dir / f"{job.links[1]}_0_log.err").read_text()
     assert words in log and "the job waited" in log
+
+
+@pytest.mark.promise(
+    "the file system",
+    "the run directory fails under a running job (its FUSE daemon dies, or it becomes read-only)",
+    "the job ends with exit code 14 and the class `storage`; the next one waits for the folder and goes on: one job is lost",
+)
+@pytest.mark.parametrize("fault", [kill_file_system, make_read_only])
+def test_a_run_directory_that_fails_under_a_running_job_costs_that_job(
+    on_one_node: tuple[Tula, SlurmCluster], fault: Fault
+) -> None:
+    tula, cluster = on_one_node
+    runs = (tula.folder / "tula-runs").resolve()
+    submit(tula, *ONE, *waiting(tula, 60))
+    tula.until(tula.epochs_done)
+    time.sleep(AT_ONCE)  # a job that fails at once delays the next one
+    fault(cluster, runs)
+    tula.until(lambda: [j for j in tula("status")["data"]["jobs"] if "waits" in j["reason"]])
+    in_mounts_of(cluster, f"umount --lazy '{runs}'")
+    tula.until(lambda: finished(tula))
+    job = tula.run().job(tula.task().job)
+    assert job is not None
+    first, second = attempts(tula)
+    assert (first.outcome, first.job_id, second.job_id) == ("storage", *job.links[:2]), first.message
+
+
+READING = """
+from pathlib import Path
+from emulated import Waiting
+
+class Reading(Waiting):
+    def forward(self, inputs):
+        Path({file!r}).read_bytes()
+        return super().forward(inputs)
+"""
+
+
+@pytest.mark.promise(
+    "the file system",
+    "the data of a running job are away for longer than the pauses between its attempts",
+    "the next job of the chain starts 10 minutes later, and goes on",
+)
+def test_an_outage_under_a_running_job_delays_the_next_one(on_one_node: tuple[Tula, SlurmCluster]) -> None:
+    tula, cluster = on_one_node
+    data = tula.folder / "data"
+    data.mkdir()
+    (data / "shard").touch()
+    pauses = waiting(tula, 12)
+    (tula.folder / "reading.py").write_text(READING.format(file=str(data / "shard")))
+    model = "model={name: 'reading:Reading', args: {pause: 0.05}}"
+    submit(tula, *ONE, *pauses, "--set", model, "--set", "train.max_attempts=2")
+    tula.until(tula.epochs_done)
+    kill_file_system(cluster, data)
+    job = tula.run().job(tula.task().job)
+    assert job is not None
+    last = tula.until(lambda: len(attempts(tula)) == 3 and (last := attempts(tula)[-1]).outcome and last)
+    assert [attempt.outcome for attempt in attempts(tula)] == ["storage"] * 3, "the first one saved something"
+    assert f"job {job.links[1]} starts in 10 min at the earliest" in last.message
+    told = tula.until(lambda: [j["reason"] for j in tula("status")["data"]["jobs"] if "BeginTime" in j["reason"]])
+    assert told
+    shown = cluster.run("login", "squeue", "--noheader", f"--jobs={job.links[1]}", "--format=%S").stdout.strip()
+    begins = time.mktime(time.strptime(shown, "%Y-%m-%dT%H:%M:%S"))
+    assert 500 < begins - time.time() <= 600
+    in_mounts_of(cluster, f"umount --lazy '{data}'")
+    cluster.run("login", "scontrol", "update", f"JobId={job.links[1]}", "StartTime=now")  # ten minutes are over
+    tula.until(lambda: finished(tula))
+    assert [attempt.job_id for attempt in attempts(tula)] == [*[job.links[0]] * 3, job.links[1]]

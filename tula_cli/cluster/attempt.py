@@ -259,7 +259,8 @@ class RunningAttempt:
         if time.monotonic() < self._log_capped + pause or (self.spawner.output.shared and self.allocation.local_index):
             return
         self._log_capped = time.monotonic()
-        cap_log(self._log)
+        metric = self.task.spec.script.metric if self.task.spec.script is not None else {}
+        cap_log(self._log, keep=[pattern for pattern in metric.values() if isinstance(pattern, str)])
 
     @cached_property
     def _leave_at(self) -> float | None:

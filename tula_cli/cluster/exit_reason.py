@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tula_cli.errors import DiskFull
 from tula_cli.host.devices import has_gpu
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.launchers import killed_by
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import PEER, classify, root, telling_line, users_line
@@ -38,15 +38,13 @@ class ExitReason:
     host: str = ""
     shortage: Shortage | None = None  # of a full disk
     final: bool = False  # nothing is to follow, whatever its class says
-    once_more: bool = (
-        False  # a failure that looks like the user's, after progress: the next attempt shows whether it is
-    )
+    once_more: bool = False  # tried again whatever its class says, in the next job of the chain if there is one
     reached: int | None = None  # samples trained by then; None before a first step
 
     @property
     def words(self) -> str:
         """What happened, and where if it is about that node or its devices."""
-        on_node = self.outcome is not None and ENDINGS[self.outcome].names_host and self.host
+        on_node = self.outcome is not None and FAILURE_KINDS[self.outcome].names_host and self.host
         return f"{self.message} on {self.host}" if on_node else self.message
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Literal
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script
 from tula_cli.cluster.scripts.cuts import known as script_micro_batches
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice, no_gpu
 from tula_cli.models.choice.early_end import shortened
 from tula_cli.models.cost import cost
@@ -37,11 +37,13 @@ from tula_cli.words import plural
 
 RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
-PROCESS_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows in ("processes", "paused"))
+PROCESS_LOST = tuple(
+    outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows in ("processes", "paused", "outwaited")
+)
 """Endings of a process that say nothing against starting it again, a bounded number of times."""
 COUNTED: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_error")
 """Endings of which there may be `RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
-ALLOCATION_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows == "next job")
+ALLOCATION_LOST = tuple(outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows == "next job")
 """Endings of an allocation: training goes on in the next one for as long as checkpoints advance."""
 UNWRITTEN: tuple[OutcomeClass, ...] = (
     *PROCESS_LOST,
@@ -59,9 +61,14 @@ def leaves_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: C
     return outcome in ALLOCATION_LOST or (outcome == "device_fault" and cluster.kind != "local")
 
 
-def lost_in(attempts: Sequence[Attempt]) -> int:
-    """Return how many of these attempts count against what a job may lose."""
-    return sum(attempt.outcome in COUNTED for attempt in attempts)
+def lost_in(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str) -> int:
+    """Return how many of these attempts count against what a job may lose, where another one ends of `outcome`.
+
+    A file system that fails is not the program's fault: it counts against itself alone, and in its allocation.
+    """
+    if outcome == "storage":
+        return sum(attempt.outcome == "storage" and attempt.allocation == allocation for attempt in attempts)
+    return sum(attempt.outcome in COUNTED and attempt.outcome != "storage" for attempt in attempts)
 
 
 def newest(run: RunDir, task_id: str) -> Task:
@@ -295,7 +302,9 @@ def _gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
 
 
 def no_progress(attempts: Sequence[Attempt], progress: int, limit: int, setting: str = "cluster.slurm.minutes") -> str:
-    """Say why a training whose allocations were taken away must not go on; empty where it may.
+    """Say why a training whose allocations were lost must not go on; empty where it may.
+
+    Preemptions and lost nodes are bounded by the jobs of the chain.
 
     Args:
         attempts: its attempts, oldest first.
@@ -310,9 +319,10 @@ def no_progress(attempts: Sequence[Attempt], progress: int, limit: int, setting:
     if began.progress != progress:
         return ""
     if attempts[-1].outcome == "time_limit":
-        return f"the time limit was reached before anything could be saved: raise {setting}"
-    stalled = [attempt for attempt in attempts if attempt.outcome in ALLOCATION_LOST and attempt.progress == progress]
-    return f"{len(stalled)} allocations were lost without a newer checkpoint" if len(stalled) >= limit else ""
+        waited = lost_in(attempts, "storage", attempts[-1].allocation)
+        return "" if waited else f"the time limit was reached before anything could be saved: raise {setting}"
+    stalled = [attempt for attempt in attempts if attempt.outcome == "supervisor" and attempt.progress == progress]
+    return f"{len(stalled)} supervisors failed without a newer checkpoint" if len(stalled) >= limit else ""
 
 
 def write_summary(run: RunDir, task: TrainTask) -> None:

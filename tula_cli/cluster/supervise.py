@@ -35,31 +35,32 @@ from tula_cli.cluster.relaunch import (
     over,
     write_summary,
 )
+from tula_cli.cluster.scheduling.chains import start_delay
 from tula_cli.cluster.scheduling.protocol import DelaysJobs, Scheduler, exclude
 from tula_cli.cluster.scripts.settle import leader_command, require_resumable, settled, take_up
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.cluster.stopping.full_disk import held, with_room
 from tula_cli.cluster.stopping.last_words import failure, keep_traceback, named, reason_of, told_by_supervisors
 from tula_cli.cluster.stopping.other_format import require_known_format
-from tula_cli.cluster.stopping.repeated import again_at_once
+from tula_cli.cluster.stopping.repeated import AT_ONCE, again_at_once
 from tula_cli.cluster.watching.job_exports import exporting
 from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.errors import JobFailed, TulaError
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
-from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.run.storage import reserve
 
 PAUSE, LONGEST_PAUSE = 5.0, 300.0
 """Seconds before new processes after a failure of the storage or a limit of the host: the first pause, and the longest."""
+PAUSED = tuple(outcome for outcome, kind in FAILURE_KINDS.items() if kind.follows in ("paused", "outwaited"))
 NFS_LAG = 60.0
 """Seconds by which a file may appear later than another one that was written after it."""
 
@@ -110,7 +111,7 @@ class Supervisor:
     lookout: Lookout = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
     _under_way: tuple[Task, Attempt] | None = None
-    _delay_ended: bool = False  # of the next job of the chain
+    _prompt: str = ""  # the next job of the chain, once its delay is ended
     _ticket: TicketHolder | None = None  # of a job on this machine
 
     def __post_init__(self) -> None:
@@ -140,6 +141,8 @@ class Supervisor:
         reserve.give_up(self.run.path)
         task, attempt = self._under_way or (newest(self.run, task_id), None)
         reason = reason_of(error, self.run, task)
+        if reason.outcome == "storage" and self._prompt and time.time() < self.since + AT_ONCE:
+            self._delay(self._prompt, start_delay(2))  # it would start at once, and end like this one
         if not self.allocation.leader:
             if attempt is not None:
                 self.run.write_failure(failure(task, attempt, first_rank(self.allocation, task), reason, error))
@@ -210,7 +213,7 @@ class Supervisor:
             reason = self._reached(task, attempt, reason)
             reason = self._considered(task, attempt, blamed(self.run, task, attempt, reason, before), before)
             ended = self._allocation_ended(reason)
-            lost = lost_in(before) + (reason.outcome in COUNTED)
+            lost = lost_in(before, reason.outcome, self.allocation.id) + (reason.outcome in COUNTED)
             following = None if ended or reason.final else next_task(self.run, task, self._avoided(task, reason), lost)
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, self._with_trainings(attempt), reason)
@@ -220,8 +223,8 @@ class Supervisor:
             if stays and not self.run.cancelled(task.job):
                 self._end_delay(self._later_links(task))  # the command line may not have written its id at the start
                 return  # the next link of the chain goes on
-            if following is not None and reason.outcome is not None and ENDINGS[reason.outcome].follows == "paused":
-                self._pause(task, before, reason.outcome)
+            if following is not None and reason.outcome in PAUSED:
+                self._pause(task, before, reason)
             task = following
         self._conclude(task or first)
 
@@ -242,12 +245,25 @@ class Supervisor:
             return held(reason, self._later_links(task), self.allocation.scheduler)
         if not isinstance(task, TrainTask):
             return reason
+        if reason.outcome == "storage":
+            return self._outwaited(task, reason, before)
         if reason.outcome == "user" and not reason.final and self._may_be_passing(task, attempt, reason):
             again = "the training had made progress, so it is tried once more"
             return dataclasses.replace(reason, message=f"{reason.message}; {again}", once_more=True)
         ended = [*(one for one in before if one.ended_at is not None), closed(attempt, reason)]
         why = again_at_once(ended, self.run.training(task.signature).progress())
         return dataclasses.replace(reason, message=f"{reason.message}; {why}", final=True) if why else reason
+
+    def _outwaited(self, task: TrainTask, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:
+        """Leave a file system that has failed all attempts of this job to the next one, which starts minutes later."""
+        failed, waiting = lost_in(before, "storage", self.allocation.id) + 1, self._later_links(task)
+        if failed < task.spec.train.max_attempts or not waiting:
+            return reason
+        jobs = {attempt.allocation for attempt in before if attempt.outcome == "storage"} | {self.allocation.id}
+        minutes = start_delay(len(jobs) + 1)
+        complaint = self._delay(waiting[0], minutes)
+        words = f"could not be delayed: {complaint}" if complaint else f"starts in {minutes} min at the earliest"
+        return dataclasses.replace(reason, message=f"{reason.message}; job {waiting[0]} {words}", once_more=True)
 
     def _reached(self, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
         """Return the reason with the samples trained by then; that of a script knows them already."""
@@ -274,9 +290,11 @@ class Supervisor:
             reason.once_more and bool(self._later_links(task))
         )
 
-    def _pause(self, task: Task, before: Sequence[Attempt], outcome: OutcomeClass) -> None:
+    def _pause(self, task: Task, before: Sequence[Attempt], reason: ExitReason) -> None:
         """Wait before new processes start on a file system or a node that has just refused something, longer each time."""
-        refused = sum(attempt.outcome == outcome for attempt in before)
+        refused = sum(
+            (attempt.outcome, attempt.allocation) == (reason.outcome, self.allocation.id) for attempt in before
+        )
         until = time.monotonic() + min(PAUSE * 4**refused, LONGEST_PAUSE)
         while time.monotonic() < until and not (self.allocation.termination.received or self.run.cancelled(task.job)):
             time.sleep(POLL)
@@ -303,7 +321,7 @@ class Supervisor:
         if job is not None:
             waiting = self._later_links(task)
             large_enough = [link for link in waiting if job.nodes_of(link) >= task.nodes]
-            self._delay_ended = False  # another job of the chain is the next one now
+            self._prompt = ""  # another job of the chain is the next one now
             self._end_delay(large_enough)
             too_small = [link for link in waiting if link not in large_enough]
             self._release(job, too_small, f"the training now needs {task.nodes} nodes")
@@ -311,11 +329,18 @@ class Supervisor:
     def _end_delay(self, waiting: Sequence[str]) -> None:
         """Let the next job of the chain start as soon as this one is over: the delay is for jobs that never start tula."""
         scheduler = self.allocation.scheduler
-        if self._delay_ended or not waiting or not isinstance(scheduler, DelaysJobs):
+        if self._prompt or not waiting or not isinstance(scheduler, DelaysJobs):
             return
-        self._delay_ended = True
+        self._prompt = waiting[0]
         if complaint := scheduler.end_delay(waiting[0], self.allocation.job_id):
             sys.stderr.write(f"tula: job {waiting[0]} may start some minutes late: {complaint}\n")
+
+    def _delay(self, id_: str, minutes: int) -> str:
+        """Let the next job of the chain start so many minutes from now at the earliest; return what went wrong."""
+        scheduler = self.allocation.scheduler
+        if isinstance(scheduler, DelaysJobs):
+            return scheduler.delay(id_, minutes)
+        return f"{scheduler.name} cannot delay jobs"
 
     def _later_links(self, task: Task) -> Sequence[str]:
         """Return the jobs of the chain that wait for this one."""
@@ -413,7 +438,7 @@ class Supervisor:
             return with_room(self.run, task, last)
         if last.outcome not in UNWRITTEN or again_at_once(earlier, progress):
             return None
-        lost = lost_in(self._without_progress(task))
+        lost = lost_in(self._without_progress(task), last.outcome, self.allocation.id)
         return next_task(self.run, task, ExitReason(last.outcome, last.message, host=last.host), lost)
 
     def _corrected(self, last: Attempt) -> Attempt:

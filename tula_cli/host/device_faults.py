@@ -26,6 +26,7 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
          r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _API + r"\bunknown error\b",
          r"\bCUDA unknown error\b", r"\bNVML(?:Error)?\b[^\n]{0,30}\bUnknown Error\b", r"\bNVMLError_(?:Unknown|GpuIsLost|GPU_IS_LOST)\b",
+         r"\bUnable to determine the device handle for \w+\b",
          r"\bGPU requires (?:a )?reset\b", r"\bamdgpu\b[^\n]*\b(?:GPU reset|ring \w+ timeout|uncorrectable)\b",
          _API + r"\boperation cannot be performed in the present state\b",
          r"\b(?:cudaErrorIllegalState|hipErrorIllegalState|CUDA_ERROR_ILLEGAL_STATE)\b",
@@ -43,7 +44,7 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "the driver of the node's GPUs does not work, or its libraries are of another version: the node may need a restart",
-        (r"\bFailed to initialize NVML\b", r"\bcouldn't communicate with the NVIDIA driver\b", r"\bNVMLError_(?:DriverNotLoaded|LibRmVersionMismatch)\b",
+        (r"\bFailed to initialize NVML\b", r"\bcouldn't communicate with the NVIDIA driver\b", r"\b(?:amdgpu not found in modules|ROCk module is NOT loaded)\b", r"\bNVMLError_(?:DriverNotLoaded|LibRmVersionMismatch)\b",
          r"\bError 80[34]:", r"\bforward compatibility was attempted on non supported HW\b",
          r"\b(?:cudaErrorCompatNotSupportedOnDevice|CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE)\b", r"\bunsupported display driver / cuda driver combination\b",
          r"\b(?:cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)\b",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.host.device_faults import DEVICE_ERRORS, DEVICE_FAULTS, NO_GPU
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.launchers import CHILD_KILLED, ENDED_BY_SIGNAL
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
@@ -29,7 +29,7 @@ Scope = Literal["log", "error", "system error", "traceback"]
 
 @dataclass(frozen=True)
 class FailurePattern:
-    """One row of the table of failures: words, in which part of a text, and their class.
+    """One row of `FAILURE_PATTERNS`: words, in which part of a text, and their class.
 
     Lines are matched with their rank prefixes cut off.
     """
@@ -69,6 +69,7 @@ _STORAGE = {
     16: "Device or resource busy",
     6: "No such device or address",
     19: "",  # too short a text without its number
+    **dict.fromkeys(range(512, 532), ""),  # the kernel's own numbers, that file systems should keep to themselves
 }
 """Error numbers of a file system that has failed or is gone, with their texts."""
 _LIMITS = {
@@ -87,7 +88,7 @@ _NOT_FINITE = r"(?=[^\n]*\b(?i:nans?|infs?|infinite|infinity|non-?finite|not fin
 # A size that overflowed is a broken message or a bug, not a lack of memory.
 _NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
 
-FAILURES = (
+FAILURE_PATTERNS = (
     _pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
     # A failed assertion on the device leaves every later library call failing with words that look like memory.
     _pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
@@ -98,7 +99,7 @@ FAILURES = (
         rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
         rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
         r"\bcuda runtime error \(2\)|\berror=2 : out of memory\b",
-        r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:[Oo]ut of|[Rr]an out of) memory\b",
+        r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:(?:[Oo]ut of|[Rr]an out of) memory\b|Attempting to (?:reserve|allocate) \d)",
         r"\bOutOfMemoryError: Out of memory allocating\b",
         r"\bNo executable batch size found\b",
         r"\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'",
@@ -131,6 +132,9 @@ FAILURES = (
         _errors(_STORAGE),
         _texts(*filter(None, _STORAGE.values())),
         r"\bdisk I/O error\b",
+        r"\bFSTimeoutError\b",
+        r"\bPytorchStreamReader failed reading [^\n]*: file read failed\b",
+        r"\bHDFS \w+ failed, errno: \d+",
         r"\[Errno (?:11|110|113)\] [^\n:]+: '",  # of a file, whose name Python tells: sockets have these numbers too
         r"\bunable to lock file, errno = \d+",
         r"\[errno 110\]|\berrno = 110\b",
@@ -159,6 +163,7 @@ FAILURES = (
         r"\bDataLoader worker \(pid[^\n]*\bexited unexpectedly\b",
         r"\bBrokenProcessPool\b",
         r"\bTerminatedWorkerError\b",
+        r"\bsubprocesses has abruptly died during map operation\b",
         r"\bProcessExitedException: process \d+ terminated with signal\b",
         scope="error",
     ),
@@ -173,7 +178,7 @@ FAILURES = (
     _pattern(
         "diverged",
         rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)(?![^\n]*\bskip)[^\n]+",
-        r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*\bencountered in\b)",
+        r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*(?<!\((?:nan|inf)\) )\bencountered in\b)",
         r"\b(?:[Mm]inimum loss scale reached|loss scale already at minimum)\b",
         r"\breturned nan values in its \d+th output\b",
         r"\bDetected nan and/or inf values\b",
@@ -201,6 +206,7 @@ FAILURES = (
         r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
         r"^(?:numpy\.[\w.]*)?(?:_Array)?MemoryError\b",
         r"\bstd::bad_alloc\b",
+        r"^memory allocation of \d+ bytes failed",
         r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: Bus error",
         r"\binsufficient shared memory\b",
         r"\bunable to (?:open|write to|allocate|mmap)[^\n]*(?:shared memory|</torch_)",
@@ -232,7 +238,7 @@ FAILURES = (
     # Only the job's line: a step is also cancelled where one of its tasks failed.
     _pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
 )
-"""The one table of failures. The first row whose words are in its part of the text decides."""
+"""The texts of failures and their classes, which `failure_kinds` describes. The first row that matches its part of a text decides."""
 
 PEER = _pattern(
     "peer",
@@ -248,6 +254,10 @@ PEER = _pattern(
     r"\bProcessGroupNCCL(?:'s)? watchdog (?:hang|got stuck)\b",
     r"\bNCCL communicator (?:was aborted|encountered error)",
     r"\bNCCL operations have failed or timed out\b",
+    r"\bTerminating the process after attempting to dump debug info\b",
+    r"\bdetected no heartbeat of its watchdog\b",
+    r"\bUCX +ERROR\b[^\n]*(?i:retry count exceeded|timeout|timed out|unreachable|connection reset|remote peer)",
+    r"\b(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL): [^\n]*(?i:\bunhealthy\b|\bbarrier\b|\bheartbeat|\bcoordination service\b)",
     r"\bDistNetworkError\b",
     r"\bDistStoreError\b",
     r"\bRendezvous\w*Error\b",
@@ -284,8 +294,11 @@ _MESSENGERS = re.compile(
 # The same, unless nothing else is known.
 _LAST_RESORT = re.compile(
     r"^RuntimeError: (?:Pin memory thread|DataLoader worker \(pid[^\n]*) exited unexpectedly"
-    r"|^(?:subprocess\.)?CalledProcessError:"
+    r"|^(?:subprocess\.)?CalledProcessError:|^OSError: [^\n]*: exit \d+ \((?:read|write)\)"
 )
+# The same of a connection that ends with its process, unless it is to a loader worker or a peer.
+_LOST_PIPE = re.compile(r"^(?:BrokenPipeError: \[Errno 32\]|ConnectionResetError: \[Errno 104\])")
+_KNOWN_PIPES = re.compile(r"/multiprocessing/|/torch/distributed/")
 _RANK_PREFIX = re.compile(r"^(?:\[(?:rank|default)\d+\]: ?|\d+: )+", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -318,6 +331,12 @@ class _Raised:
     def is_messenger(self) -> bool:
         """Return whether it only reports that another process has failed."""
         return bool(_MESSENGERS.match(self.message) or CHILD_KILLED.match(self.message))
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Return whether it only reports that another process has failed, or may: any other exception says more."""
+        lost_pipe = _LOST_PIPE.match(self.message) and not _KNOWN_PIPES.search(self.frames)
+        return bool(lost_pipe or _LAST_RESORT.match(self.message))
 
 
 def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
@@ -364,15 +383,16 @@ def _first_row(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, r
     """Return the class of the first row of the table that matches, and where it does."""
     killed_by = _signal_of(exit_code)
     chain = _deciding_chain(text, exit_code)
-    last_lines = "" if chain or _is_killed(exit_code) else _last_lines(text)
+    explained = not all(error.is_last_resort for error in chain)
+    last_lines = "" if explained or _is_killed(exit_code) else _last_lines(text)
     of_system = [error for error in chain if not _OF_VALUES.match(error.message)]
     parts: dict[Scope, str] = {
         "log": text,
-        "error": "\n\n".join(error.message for error in chain) or last_lines,
-        "system error": "\n\n".join(error.message for error in of_system) or last_lines,
+        "error": "\n\n".join([*(error.message for error in chain), last_lines]),
+        "system error": "\n\n".join([*(error.message for error in of_system), last_lines]),
         "traceback": "\n\n".join(f"{error.frames}{error.message}" for error in chain),
     }
-    for row in FAILURES:
+    for row in FAILURE_PATTERNS:
         if killed_by and row.outcome == "diverged":
             continue
         if match := row.pattern.search(parts[row.scope]):
@@ -405,7 +425,7 @@ def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
         return []
     chains = [[error for error in chain if not error.is_messenger] for chain in _chains(text)]
     chains = [chain for chain in chains if chain and not any(PEER.pattern.search(error.message) for error in chain)]
-    causes = [chain for chain in chains if not all(_LAST_RESORT.match(error.message) for error in chain)]
+    causes = [chain for chain in chains if not all(error.is_last_resort for error in chain)]
     return (causes or chains or [[]])[-1]
 
 
@@ -460,7 +480,7 @@ def root(failures: Iterable[Failure]) -> Failure | None:
 
 def _severity(failure: Failure) -> int:
     told_to_end = failure.outcome == "signal" and _TOLD_TO_END.search(failure.message)
-    return ENDINGS["peer" if told_to_end else failure.outcome].severity
+    return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity
 
 
 _OF_A_SCRIPT = "correct the script or its section and run the same command again; tula logs shows what the script wrote"
@@ -477,7 +497,7 @@ def advice(outcome: OutcomeClass, words: str = "", *, script: bool = False, clus
     """
     if script and outcome == "user":
         return _OF_A_SCRIPT
-    told = ENDINGS[outcome].advised(cluster or Cluster())
+    told = FAILURE_KINDS[outcome].advised(cluster or Cluster())
     return next((what_to_do for what_to_do, _ in _faults(words)), told) if outcome == "device_fault" else told
 
 

@@ -14,7 +14,7 @@ from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import adopt
@@ -322,7 +322,7 @@ def _failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
     outcome = last.outcome if last.outcome != "done" else "unknown"
     hint = advice(outcome, cluster=task.spec.cluster)
-    return ENDINGS[outcome].error(f"{job.id} failed{where}: {last.message}", hint)
+    return FAILURE_KINDS[outcome].error(f"{job.id} failed{where}: {last.message}", hint)
 
 
 def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:

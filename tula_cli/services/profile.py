@@ -8,7 +8,7 @@ from typing import Any
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.code import choose, snapshot
@@ -293,7 +293,7 @@ def _nothing_measured(found: ProfileReport, spec: JobSpec | None) -> Exception:
     if found.failed:
         first = found.failed[0]
         alike = all(result.outcome == first.outcome for result in found.failed)
-        kind = ENDINGS[first.outcome].error if alike else JobFailed
+        kind = FAILURE_KINDS[first.outcome].error if alike else JobFailed
         script, cluster = (spec.script is not None, spec.cluster) if spec is not None else (False, None)
         return kind(f"{first.id} failed: {first.message}", advice(first.outcome, script=script, cluster=cluster))
     if found.out_of_memory:

@@ -340,6 +340,12 @@ def test_a_killed_step_shows_that_memory_was_the_reason(versions):
     assert [ended_how(by_steps), ended_how(by_code)] == ["host_oom", "host_oom"]
 
 
+def test_the_exit_code_tells_that_a_supervisor_could_write_nothing(versions):
+    known = versions.add("a", "FAILED", "NonZeroExitCode", derived="14:0")
+    forgotten = versions.add("b", "FAILED", forgotten=True, derived="14:0")
+    assert [ended_how(known), ended_how(forgotten)] == ["storage", "storage"]
+
+
 def test_memory_is_no_reason_where_the_time_was_up(slurm):
     job = slurm.add("a", "TIMEOUT", forgotten=True, steps=[["0", "OUT_OF_MEMORY"]])
     assert ended_how(job) == "time_limit"

@@ -9,7 +9,7 @@ import pytest
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.relaunch import leaves_allocation, next_task
-from tula_cli.host.endings.outcomes import ENDINGS, NEXT_WORDS, Next
+from tula_cli.host.failure_kinds import FAILURE_KINDS, NEXT_WORDS, Next
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.tasks import TrainTask
@@ -33,13 +33,13 @@ def task(run: RunDir) -> TrainTask:
 
 
 def test_every_class_is_in_the_table_and_every_word_of_what_follows_is_used() -> None:
-    assert set(ENDINGS) == set(CLASSES)
-    assert {ending.follows for ending in ENDINGS.values()} == set(get_args(Next)) == set(NEXT_WORDS)
+    assert set(FAILURE_KINDS) == set(CLASSES)
+    assert {ending.follows for ending in FAILURE_KINDS.values()} == set(get_args(Next)) == set(NEXT_WORDS)
 
 
 @pytest.mark.parametrize("outcome", CLASSES)
 def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass, run: RunDir, task: TrainTask) -> None:
-    follows = ENDINGS[outcome].follows
+    follows = FAILURE_KINDS[outcome].follows
     on_slurm = Cluster(kind="slurm")
     relaunch = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), 1)
     if follows in (
@@ -58,15 +58,15 @@ def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass
     assert (relaunch.batch < task.batch) == (follows == "less memory")
     assert (relaunch.workers == 1) == (follows == "fewer loaders")
     often = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), task.spec.train.max_attempts)
-    assert (often is None) == (follows in ("processes", "paused", "once more", "elsewhere"))
-    assert ("n7" in relaunch.cause) == ENDINGS[outcome].names_host
+    assert (often is None) == (follows in ("processes", "paused", "outwaited", "once more", "elsewhere"))
+    assert ("n7" in relaunch.cause) == FAILURE_KINDS[outcome].names_host
 
 
 @pytest.mark.parametrize("outcome", CLASSES)
 def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: OutcomeClass, task: TrainTask) -> None:
     last = make.attempt(task.id, end=time.time(), outcome=outcome, message="so it was", rank=3, host="n7")
     told = failure_of(task, [last], kept=100)
-    assert (told.exit_code, told.code) == (ENDINGS[outcome].error.exit_code, ENDINGS[outcome].error.code)
+    assert (told.exit_code, told.code) == (FAILURE_KINDS[outcome].error.exit_code, FAILURE_KINDS[outcome].error.code)
     assert "so it was" in told.message and told.hint
 
 

@@ -195,6 +195,10 @@ class DelaysJobs(Protocol):
         """Let a waiting job start as soon as the one before it is over; return what went wrong."""
         ...
 
+    def delay(self, id_: str, minutes: int) -> str:
+        """Let a waiting job start so many minutes from now at the earliest; return what went wrong."""
+        ...
+
 
 def exclude(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
     """Keep waiting jobs off nodes, where the scheduler can; return what went wrong."""

@@ -14,7 +14,7 @@ from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
 from tula_cli.cluster.slurm.accounting.allocations import parse_record
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.shared_queue import Kept, shared
-from tula_cli.errors import SchedulerError
+from tula_cli.errors import SchedulerError, StorageFailed
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.words import moment as time_of_day
 
@@ -121,6 +121,8 @@ OUTCOMES: dict[str, OutcomeClass] = {
 
 OOM_KILLED = "0:125"
 """The exit code of a step out of which the kernel has killed a process for memory."""
+STORAGE_FAILED = f"{StorageFailed.exit_code}:0"
+"""The exit code of the steps of a job whose supervisor could write down nothing more."""
 
 
 # --- how jobs stand
@@ -342,6 +344,8 @@ def ended_how(job_id: str, *, restart: int | None = None) -> OutcomeClass | None
         return None
     if state in OUTCOMES or state == "COMPLETED":
         return OUTCOMES.get(state)
+    if now.get("DerivedExitCode") == STORAGE_FAILED and not restarts:
+        return "storage"
     # The exit code of an earlier run stays when a job is requeued.
     if now.get("DerivedExitCode") == OOM_KILLED and not restarts:
         return "host_oom"
@@ -377,6 +381,8 @@ def _outcome(rows: list[list[str]]) -> OutcomeClass | None:
     own = _name(rows[0][1])
     if own in OUTCOMES:
         return OUTCOMES[own]
+    if own == "FAILED" and rows[0][2] == STORAGE_FAILED:
+        return "storage"
     killed = any(_name(state) == "OUT_OF_MEMORY" or code == OOM_KILLED for _, state, code in rows)
     return "host_oom" if killed and own == "FAILED" else None
 
@@ -422,17 +428,17 @@ def cancel(ids: Sequence[str]) -> str:
 
 def exclude(ids: Sequence[str], nodes: str) -> str:
     """Keep waiting jobs off these nodes and no others; return scontrol's complaint, empty where it did what it was told."""
-    own = [id_ for id_ in ids if id_.isdigit()]
-    if not own:
-        return ""
-    answer = call("scontrol", "update", f"JobId={','.join(own)}", f"ExcNodeList={nodes}")
-    return "" if answer.ok else answer.complaint or "scontrol failed"
+    return _ordered("update", ids, f"ExcNodeList={nodes}")
 
 
 def end_delay(id_: str, after: str) -> str:
     """Let a waiting job of a chain start as soon as the one before it is over; return scontrol's complaint."""
-    answer = call("scontrol", "update", f"JobId={id_}", f"Dependency=afterany:{after},singleton")
-    return "" if answer.ok else answer.complaint or "scontrol failed"
+    return _ordered("update", [id_], f"Dependency=afterany:{after},singleton")
+
+
+def delay(id_: str, minutes: int) -> str:
+    """Let a waiting job start so many minutes from now at the earliest; return scontrol's complaint."""
+    return _ordered("update", [id_], f"StartTime=now+{minutes}minutes")
 
 
 def hold(ids: Sequence[str]) -> str:
@@ -448,9 +454,10 @@ def release(ids: Sequence[str]) -> str:
     return _ordered("release", ids)
 
 
-def _ordered(order: str, ids: Sequence[str]) -> str:
+def _ordered(order: str, ids: Sequence[str], *settings: str) -> str:
     own = [id_ for id_ in ids if id_.isdigit()]
     if not own:
         return ""
-    answer = call("scontrol", order, ",".join(own))
+    subject = f"JobId={','.join(own)}" if settings else ",".join(own)
+    answer = call("scontrol", order, subject, *settings)
     return "" if answer.ok else answer.complaint or "scontrol failed"

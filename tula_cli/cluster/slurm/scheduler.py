@@ -86,6 +86,9 @@ class SlurmScheduler:
     def end_delay(self, id_: str, after: str) -> str:
         return queue.end_delay(id_, after)
 
+    def delay(self, id_: str, minutes: int) -> str:
+        return queue.delay(id_, minutes)
+
     def partitions(self) -> Sequence[Limits]:
         return [Limits(one.name, one.default, one.usable, one.minutes) for one in partitions.partitions() if one.up]
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.run.records.jobs import Attempt
 
 AT_ONCE = 30.0
@@ -27,7 +27,7 @@ def again_at_once(attempts: Sequence[Attempt], progress: int) -> str:
     if len(attempts) < 2:
         return ""
     before, last = attempts[-2:]
-    if last.outcome is None or last.outcome == "done" or not ENDINGS[last.outcome].final_if_again:
+    if last.outcome is None or last.outcome == "done" or not FAILURE_KINDS[last.outcome].final_if_again:
         return ""
     if last.outcome == "signal" and not (_OWN_DOING.search(last.message) and _OWN_DOING.search(before.message)):
         return ""

@@ -25,6 +25,7 @@ from tula_cli.run.files import read_end
 
 TAIL = 20_000  # bytes that tell an end
 _CHUNK = 65_536  # bytes: what a pipe holds, and the longest line that is not cut
+_BLOCK = 2**22  # bytes of a log that are searched at a time
 _WAITING = 256
 """Pieces that wait for a file system that hangs; what comes then is not written, for a rank must not stand still."""
 _PATIENCE = 2.0  # seconds
@@ -57,7 +58,7 @@ def end_of(log: Path) -> str:
     return read_end(log, TAIL)
 
 
-def cap_log(log: Path, *, most: int = MAX_LOG) -> None:
+def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None:
     """Drop the middle of a log that has grown too large: a script that prints without end must not fill the disk.
 
     Ranks only ever add to it, so that they write on while the file is cut. What is dropped is said in its place.
@@ -65,6 +66,7 @@ def cap_log(log: Path, *, most: int = MAX_LOG) -> None:
     Args:
         log: the file; there need be none.
         most: its bytes at most; an eighth of them is kept of its beginning, a quarter of its end.
+        keep: patterns of lines that are kept of the middle too, the newest quarter.
     """
     try:
         if log.stat().st_size <= most:
@@ -76,14 +78,26 @@ def cap_log(log: Path, *, most: int = MAX_LOG) -> None:
             beginning = os.pread(file.fileno(), most // 8 + 256, 0)
             earlier = _DROPPED.search(beginning)
             head = earlier.start() if earlier else beginning.rfind(b"\n", 0, most // 8) + 1
-            file.seek(max(head, size - most // 4))
+            until = max(head, size - most // 4)
+            until += os.pread(file.fileno(), _CHUNK, until).find(b"\n") + 1
+            kept = b"".join(_matching_lines(file, head, until, keep)) if keep else b""
+            kept = kept if len(kept) <= most // 4 else kept[kept.find(b"\n", -most // 4) + 1 :]
+            file.seek(until)
             end = file.read() or b""
-            end = end[end.find(b"\n") + 1 :]
-            dropped = size - head - len(end) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
+            dropped = until - head - len(kept) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
             file.truncate(head)
-            file.write(_DROPPED_LINE % (dropped, most >> 20) + end)
+            file.write(_DROPPED_LINE % (dropped, most >> 20) + kept + end)
     except OSError as error:
         sys.stderr.write(f"tula: {log} has grown beyond {most >> 20} MiB and cannot be cut: {error.strerror}\n")
+
+
+def _matching_lines(file: BinaryIO, begin: int, until: int, patterns: Sequence[str]) -> Iterator[bytes]:
+    """Yield the lines of a part of a file in which a pattern matches."""
+    wanted, rest = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
+    for at in range(begin, until, _BLOCK):
+        *lines, rest = (rest + os.pread(file.fileno(), min(_BLOCK, until - at), at)).splitlines(keepends=True)
+        lines += [rest] if at + _BLOCK >= until else []
+        yield from (line for line in lines if any(one.search(line.decode(errors="replace")) for one in wanted))
 
 
 @dataclass

@@ -10,8 +10,11 @@ from tula_cli import words
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the kernel says of a full file system, and of a quota that is used up."""
-SILENT = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
-"""What it says of a file system that did not answer, or has lost a file: NFS, Lustre, a dying disk."""
+SILENT = (
+    *(errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
+    *(errno.ENXIO, errno.ENOLINK, errno.ECOMM, errno.EROFS),
+)
+"""What it says of a file system that did not answer, has lost a file or takes no writes: NFS, Lustre, FUSE, a dying disk."""
 LEAST = 2**16
 """Bytes that the small files of a run need."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_positive
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
@@ -226,4 +226,4 @@ def report(run: RunDir, task: EvaluateTask) -> Evaluated:
         )
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
     hint = advice(last.outcome, last.message, cluster=task.spec.cluster)
-    raise ENDINGS[last.outcome].error(f"evaluation failed{where}: {last.message}", hint)
+    raise FAILURE_KINDS[last.outcome].error(f"evaluation failed{where}: {last.message}", hint)

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
-from tula_cli.host.endings.outcomes import ENDINGS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
@@ -52,7 +52,7 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
         return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", advice(attempt.outcome, attempt.message))
     hint = advice(attempt.outcome, script=task.spec.script is not None, cluster=task.spec.cluster)
-    return ENDINGS[attempt.outcome].error(message, hint)
+    return FAILURE_KINDS[attempt.outcome].error(message, hint)
 
 
 def require_found(now: RunStatus, job_id: str) -> None:

@@ -1,6 +1,7 @@
-"""The one table of endings: of each class what it means, the exit code, what tula does next, and what the user can do.
+"""The table of failure kinds: for each class its meaning, the exit code, what tula does next, and what the user can do.
 
-Relaunches, chains, the commands that wait for a job and the table in docs/commands.md go by it.
+Relaunches, chains, the commands that wait for a job and the table in docs/commands.md use it. The texts by which a failure is
+classified are in `outcome.FAILURE_PATTERNS`: several rows per class, in an order that decides.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from tula_cli.spec.resources import Cluster
 Next = Literal[
     "processes",
     "paused",
+    "outwaited",
     "once more",
     "elsewhere",
     "next job",
@@ -24,11 +26,13 @@ Next = Literal[
     "user",
     "nothing",
 ]
-"""What follows an ending in a training."""
+"""What follows a failure of a training."""
 
 NEXT_WORDS: dict[Next, str] = {
     "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",
     "paused": "new processes after a pause, at most `train.max_attempts` times without a newer checkpoint",
+    "outwaited": "new processes after a pause; after `train.max_attempts` of them in one job without a newer checkpoint the next job of the chain,"
+    " 10 to 30 minutes later; it ends where there is none",
     "once more": "new processes; the same without a newer checkpoint is then the user's code's",
     "elsewhere": "the next job of the chain, on other nodes, or new processes on one machine; at most `train.max_attempts` times"
     " without a newer checkpoint",
@@ -47,16 +51,16 @@ NEXT_WORDS: dict[Next, str] = {
 
 
 @dataclass(frozen=True)
-class Ending:
-    """A class of ending.
+class FailureKind:
+    """A class of failure.
 
     Args:
         means: in words.
-        error: what the command that waits for the job ends with, once nothing follows: its exit code and `error.code`.
+        error: what the command that waits for the job exits with, once nothing follows: its exit code and `error.code`.
         follows: what tula does next.
         advice: what the user can do; one line, with {minutes} and {memory} for the settings of the scheduler's jobs.
         severity: of several ranks' failures that with the lowest is the root of the others.
-        names_host: whether the ending is about the node, so that what is told of it names it.
+        names_host: whether the failure is about the node, so that messages about it name the node.
         final_if_again: whether the same at once again, without progress, ends a training: a third start would come to it too.
     """
 
@@ -73,28 +77,28 @@ class Ending:
         return self.advice.format(minutes=cluster.minutes_setting, memory=cluster.memory_setting)
 
 
-ENDINGS: dict[OutcomeClass, Ending] = {
-    "device_oom": Ending(
+FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
+    "device_oom": FailureKind(
         "a GPU, or a rank on CPUs, was out of memory",
         OutOfMemoryAtMinimum,
         "less memory",
         "use a smaller batch or more nodes, or set train.activation_checkpointing: true",
         severity=0,
     ),
-    "host_oom": Ending(
+    "host_oom": FailureKind(
         "a node's own memory was used up",
         JobFailed,
         "fewer loaders",
         "the node's own memory ran out: lower train.workers, or ask for more with {memory}",
         severity=0,
     ),
-    "user": Ending(
+    "user": FailureKind(
         "the model, the data, the script or the spec failed",
         JobFailed,
         "user",
         "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
     ),
-    "diverged": Ending(
+    "diverged": FailureKind(
         "loss or weights were not finite, or the loss of a batch that grows rose and stayed high",
         Diverged,
         "lower rate",
@@ -102,7 +106,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
         " or compute with train.precision fp32 or bf16",
     ),
-    "device_fault": Ending(
+    "device_fault": FailureKind(
         "a device or a node was faulty",
         DeviceFault,
         "elsewhere",
@@ -111,28 +115,28 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         severity=0,
         names_host=True,
     ),
-    "device_error": Ending(
+    "device_error": FailureKind(
         "a GPU refused what a kernel did",
         JobFailed,
         "once more",
         "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
         names_host=True,
     ),
-    "disk": Ending(
+    "disk": FailureKind(
         "no space, no quota or no more files where the run lies, or where the job writes",
         DiskFull,
         "held",
         "free some space (or quota) and run the same command again: it goes on from the newest checkpoint, and lets held"
         " jobs go",
     ),
-    "storage": Ending(
+    "storage": FailureKind(
         "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",
         StorageFailed,
-        "paused",
+        "outwaited",
         "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
         names_host=True,
     ),
-    "supervisor": Ending(
+    "supervisor": FailureKind(
         "tula's own supervisor failed",
         TulaError,
         "next job",
@@ -141,7 +145,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         names_host=True,
         final_if_again=True,
     ),
-    "hung": Ending(
+    "hung": FailureKind(
         "a step of a rank came to no end, though its process lived",
         JobFailed,
         "processes",
@@ -149,7 +153,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         " the same command goes on from the newest checkpoint",
         names_host=True,
     ),
-    "host_limit": Ending(
+    "host_limit": FailureKind(
         "a limit of the node was reached (open files, processes, threads)",
         JobFailed,
         "paused",
@@ -158,38 +162,38 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         names_host=True,
         final_if_again=True,
     ),
-    "port": Ending("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
-    "cancelled": Ending(
+    "port": FailureKind("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
+    "cancelled": FailureKind(
         "cancelled (tula cancel, scancel), or its time was up",
         JobFailed,
         "nothing",
         "the job was cancelled; the same command starts what is missing",
     ),
-    "time_limit": Ending(
+    "time_limit": FailureKind(
         "the time limit was reached",
         JobFailed,
         "next job",
         "the same command goes on from the newest checkpoint; raise {minutes} if too little fits in",
     ),
-    "preempted": Ending(
+    "preempted": FailureKind(
         "the scheduler gave the nodes to another job",
         JobFailed,
         "next job",
         "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
     ),
-    "node_failure": Ending(
+    "node_failure": FailureKind(
         "a node was lost",
         JobFailed,
         "next job",
         "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
     ),
-    "stage_end": Ending(
+    "stage_end": FailureKind(
         "the next stage of train.ramp has more nodes",
         JobFailed,
         "more nodes",
         "the next stage of train.ramp has more nodes; the same command goes on there",
     ),
-    "unknown": Ending(
+    "unknown": FailureKind(
         "nothing tells what it was",
         JobFailed,
         "processes",
@@ -197,7 +201,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         severity=2,
         final_if_again=True,
     ),
-    "signal": Ending(
+    "signal": FailureKind(
         "a process was killed",
         JobFailed,
         "processes",
@@ -205,7 +209,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         severity=3,
         final_if_again=True,
     ),
-    "peer": Ending(
+    "peer": FailureKind(
         "a rank was lost, and no log says why",
         JobFailed,
         "processes",

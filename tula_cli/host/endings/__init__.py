@@ -1,1 +1,0 @@
-"""What each class of ending means, and what follows from it."""

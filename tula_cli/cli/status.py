@@ -30,7 +30,8 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
         for part in begun(run, spec)
     }
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"
-    chosen = run.recommendation()
+    look = run.read(skip_damaged=True)
+    chosen = look.recommendation
     charges = {
         name: charge
         for name, now in found.items()
@@ -43,6 +44,7 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     screen.answer(data, show_status.status_by_type(run.path, found, chosen, charges))
     for now in found.values():
         warn_all(screen, now.warnings)
+    warn_all(screen, look.record_warnings)
 
 
 def list_(

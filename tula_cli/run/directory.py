@@ -179,9 +179,9 @@ class RunDir:
     def _inner(self, folder: str, name: str, spec: JobSpec) -> "RunDir":
         return RunDir(self.path / folder / f"{spec.name}-{name}-{signature(spec)}")
 
-    def read(self) -> Snapshot:
-        """Return one look at what is there: whoever asks several questions asks it."""
-        return Snapshot(self.path)
+    def read(self, *, skip_damaged: bool = False) -> Snapshot:
+        """Return one look at what is there: whoever asks several questions asks it. Args: as of `Snapshot`."""
+        return Snapshot(self.path, skip_damaged=skip_damaged)
 
     # --- tasks, jobs, attempts
 

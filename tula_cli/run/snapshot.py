@@ -1,5 +1,6 @@
 """What a run directory holds at one moment: one look, in which each file is read at most once."""
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -9,18 +10,20 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.files import listing, read_record, read_text
+from tula_cli.run.damage import curve_warnings, record_warning
+from tula_cli.run.files import listing, names, read_record, read_text
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.rehearsals import Rehearsal
+from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
 
 Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
 _ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAdapter(Recommendation)
-_REHEARSAL = TypeAdapter(Rehearsal)
+_REHEARSAL, _COMPARISON = TypeAdapter(Rehearsal), TypeAdapter(Comparison)
 
 
 def is_moved(job: Job, here: Path) -> bool:
@@ -49,11 +52,15 @@ class Snapshot:
 
     Args:
         path: the run directory; what is not there yet is None or empty.
+        skip_damaged: whether a damaged record is left out, for `record_warnings` and `training_warnings` to name; else it is
+            an error.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, skip_damaged: bool = False) -> None:
         self.path = path
+        self.skip_damaged = skip_damaged
         self._records: dict[Path, Any] = {}
+        self._errors: dict[Path, BadMeasurements] = {}
 
     @cached_property
     def here(self) -> Path:
@@ -182,6 +189,10 @@ class Snapshot:
         return self._read(self.path / "recommendation.json", _RECOMMENDATION)
 
     @cached_property
+    def comparison(self) -> Comparison | None:
+        return self._read(self.path / "comparison.json", _COMPARISON)
+
+    @cached_property
     def rehearsals(self) -> list[Rehearsal]:
         """What was found of how a script resumes, oldest first."""
         found = [self._read(path, _REHEARSAL) for path in listing(self.path / "script", "rehearse-*.json")]
@@ -192,16 +203,33 @@ class Snapshot:
         return TrainingRun(self.path, train_signature, read=self._read)
 
     @cached_property
-    def training_warnings(self) -> list[str]:
-        """What to say of trainings whose rows are damaged: they are told of by those that can be read."""
-        signatures = dict.fromkeys(task.signature for task in self.tasks if isinstance(task, TrainTask))
-        trainings = [self.training(signature) for signature in signatures]
+    def record_warnings(self) -> list[str]:
+        """What to say of damaged records except those of jobs and trainings: of results alone unless damaged ones are skipped."""
+        _ = self.results
+        if self.skip_damaged:
+            _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.rehearsals
+        elsewhere = (self.path / "jobs", self.path / "train")
         return [
-            f"{training.metrics_path} is damaged: {count} of its lines cannot be read and {'is' if count == 1 else 'are'}"
-            " left out of what is shown, predicted and exported; put it back from a copy of the run, if there is one"
-            for training in trainings
-            if (count := training.damaged_rows())
+            record_warning(self.path, path, error)
+            for path, error in self._errors.items()
+            if not any(map(path.is_relative_to, elsewhere))
         ]
+
+    @cached_property
+    def training_warnings(self) -> list[str]:
+        """What to say of trainings whose rows, weights or records are damaged: the rest of them is shown."""
+        look = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
+        signatures = dict.fromkeys(task.signature for task in look.tasks if isinstance(task, TrainTask))
+        begun = set(names(look.path / "train")) if signatures else ()
+        trainings = [look.training(signature) for signature in signatures if signature in begun]
+        for training in trainings:
+            training.read_records()
+        of_records = [
+            record_warning(look.path, path, error)
+            for path, error in look._errors.items()
+            if path.is_relative_to(look.path / "train")
+        ]
+        return [*of_records, *(words for training in trainings for words in curve_warnings(training))]
 
     # --- what the scheduler kept
 
@@ -224,20 +252,24 @@ class Snapshot:
     def _those_that_can_be_read(self, folder: str, adapter: TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
         """Return the records of a folder, and what is wrong with the others."""
         found: list[T] = []
-        damaged = []
-        for path in listing(self.path / folder):
-            try:
+        paths = listing(self.path / folder)
+        for path in paths:
+            with contextlib.suppress(BadMeasurements):
                 if (record := self._read(path, adapter)) is not None:
                     found.append(record)
-            except BadMeasurements as error:
-                damaged.append(error)
-        return found, damaged
+        return found, [self._errors[path] for path in paths if path in self._errors]
 
     def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
         if path not in self._records:
-            self._records[path] = read_record(path, adapter)
-        found: T | None = self._records[path]
-        return found
+            try:
+                self._records[path] = read_record(path, adapter)
+            except BadMeasurements as error:
+                self._errors[path] = error
+                if not self.skip_damaged:
+                    raise
+                self._records[path] = None
+        record: T | None = self._records[path]
+        return record
 
 
 def _grouped(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:

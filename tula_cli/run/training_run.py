@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tula_cli.run.files import (
     json_lines,
     json_object,
     listing,
+    names,
     open_file,
     read_lines,
     read_record,
@@ -37,7 +38,7 @@ from tula_cli.run.records.results import (
     Tuning,
 )
 from tula_cli.run.records.tasks import TASK, TrainTask
-from tula_cli.run.series.step_series import StepRow, StepSeries, columns
+from tula_cli.run.series.step_series import StepRow, StepSeries, columns, is_step_line
 from tula_cli.run.series.step_series import read as read_steps
 
 CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
@@ -51,8 +52,14 @@ CLOCKS_AGREE, A_COPY = 5.0, 3600.0
 _PLACED = ("start", "step", "epoch")
 """Kinds of rows that tell how far a training was."""
 _MOST = 1e18
-_SAMPLED, _STEP, _ROW = 2**20, b'{"kind": "step"', b'{"kind": '
-"""Bytes of rows of steps, about, that tell enough of a training; and how such a row begins, and any."""
+_SAMPLED, _STEP = 2**20, b'{"kind": "step"'
+"""Bytes of rows of steps, about, that tell enough of a training; and how such a row begins."""
+_NUMBER = rb"-?[0-9]{1,17}(?:\.[0-9]+)?(?:e-[0-9]+)?"
+_PLAIN_STEP = re.compile(
+    rb'\{"kind": "step", "time": %s, "samples": [0-9]{1,17}, "epoch": (?:%s|null)(?:, "[a-z0-9_]+": (?:%s|null))*\}\n'
+    % (_NUMBER, _NUMBER, _NUMBER)
+)
+"""A usual row of a step: there may be a million of them, and to read each as JSON takes three times as long."""
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
@@ -179,13 +186,28 @@ class TrainingRun:
         """Return the samples that have been trained for good: up to the newest checkpoint, and in branches."""
         return self.newest_samples() + self.tuned_samples()
 
+    def read_records(self) -> None:
+        """Read every record that is there, for the reader to notice those that are damaged."""
+        records: dict[str, Callable[[], object]] = {
+            "result.json": self.result, "summary.json": self.summary, "tuning.json": self.tuning, "energy.json": self.energy,
+            "script.json": self.script_progress, "saves.json": self.script_saves, "micro_batches.json": self.micro_batches,
+            "evaluations": self.evaluations,
+        }  # fmt: skip
+        for name in names(self.path):
+            if name in records:
+                records[name]()
+
+    @property
+    def stages_path(self) -> Path:
+        return self.path / "stages.jsonl"
+
     def stage_decisions(self) -> list[StageDecision]:
-        """Return what the gradient noise has decided of stages of a growing batch, oldest first."""
-        return [StageDecision.model_validate(row) for row in json_lines(self.path / "stages.jsonl")]
+        """Return what the gradient noise has decided of stages of a growing batch, oldest first; damaged rows are left out."""
+        return [decision for row in json_lines(self.stages_path) if (decision := _stage_decision(row)) is not None]
 
     def write_stage_decisions(self, decisions: Iterable[StageDecision]) -> None:
         """Replace the rows of stages.jsonl, whole."""
-        write_atomic(self.path / "stages.jsonl", "".join(f"{row.model_dump_json()}\n" for row in decisions))
+        write_atomic(self.stages_path, "".join(f"{row.model_dump_json()}\n" for row in decisions))
 
     # --- checkpoints and metrics
 
@@ -260,9 +282,22 @@ class TrainingRun:
         """
         return () if (version := self._version()) is None else _sampled(self.metrics_path, *version)
 
-    def damaged_rows(self) -> int:
-        """Return how many lines of metrics.jsonl are no rows, but for those that a kill or a lost node leaves."""
-        return 0 if (version := self._version()) is None else _damaged(self.metrics_path, *version)
+    def damaged_rows(self) -> list[int]:
+        """Return the numbers of the lines of metrics.jsonl that are no rows, from 1.
+
+        The beginning of a row at the end of the file is one that is still being written, or that a kill has cut off: it is
+        damaged only if the training has finished.
+        """
+        finished = (self.path / "result.json").exists()
+        return _damaged_lines(self.metrics_path, lambda line: is_row(line) or (not finished and _is_begun(line)))
+
+    def damaged_steps(self) -> list[int]:
+        """Return the same of steps.jsonl."""
+        return _damaged_lines(self.steps_path, lambda line: is_step_line(json_object(line) or {}) or _is_begun(line))
+
+    def damaged_stages(self) -> list[int]:
+        """Return the same of stages.jsonl."""
+        return _damaged_lines(self.stages_path, lambda line: _stage_decision(json_object(line) or {}) is not None)
 
     def _version(self) -> tuple[int, int] | None:
         """Return when metrics.jsonl was changed (ns) and its size; None where there is none."""
@@ -299,23 +334,42 @@ def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]
     return tuple(rows)
 
 
-@functools.lru_cache(maxsize=256)
-def _damaged(path: Path, _changed: int, _size: int) -> int:
-    """Return how many lines of a file as it was at a moment are neither rows nor what is left of one."""
+def _damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[int]:
+    """Return the numbers of the lines of a file that are not sound, from 1; none if there is no such file."""
+    number, damaged = 1, dict[int, None]()
+    if not path.exists():
+        return []
     try:
         with open_file(path) as file:
-            return sum(not _may_be_row(line) for line in read_lines(file))
+            for line in read_lines(file):
+                if not is_sound(line):
+                    damaged[number] = None
+                number += line.endswith(b"\n")
     except FileNotFoundError:
-        return 0
+        return []
     except OSError as error:
         raise cannot_read(path, error) from error
+    return list(damaged)
 
 
-def _may_be_row(line: bytes) -> bool:
-    """Return whether a line looks like a row, or like what is left of one; rows are many, and to parse each takes long."""
-    if not line.endswith(b"\n") or b"\0" in line:  # cut off by a kill; blocks that a lost node has not written
-        return line.isascii()
-    return (line.isascii() and line.startswith(_ROW) and line.endswith(b"}\n")) or json_object(line) is not None
+def is_row(line: bytes) -> bool:
+    """Return whether a line of metrics.jsonl is a whole row."""
+    if _PLAIN_STEP.fullmatch(line):
+        return True
+    row = json_object(line) if line.endswith(b"\n") else None
+    return row is not None and _is_whole(row)
+
+
+def _is_begun(line: bytes) -> bool:
+    """Return whether a line may be what is there so far of one that is being written, or blocks of it that never were."""
+    return not line.endswith(b"\n") and line.isascii()
+
+
+def _stage_decision(row: Mapping[str, Any]) -> StageDecision | None:
+    try:
+        return StageDecision.model_validate(row)
+    except ValidationError:
+        return None
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:

@@ -95,7 +95,7 @@ class RunStatus:
 
 
 def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
-    """Return what is known of a run at `now` (Unix time). A damaged result, or job, is a warning: the others are shown.
+    """Return what is known of a run at `now` (Unix time). Damaged records and rows are warnings: the others are shown.
 
     Args:
         run: the run.
@@ -103,7 +103,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         now: Unix time.
         only: tell of these jobs and their training alone; None for all.
     """
-    look = run.read()
+    look = run.read(skip_damaged=only is None)
     results = {result.id: result for result in look.results}
     pace = pace_of(look.results, look.attempts)
     tasks = [task for task in look.tasks if only is None or task.job in only]
@@ -126,8 +126,8 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         attempts=_story(tasks, by_clock_of_files(look, look.attempts)),
         recommendation=look.recommendation,
         warnings=(
-            *(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
             *look.job_warnings,
+            *look.record_warnings,
             *(look.training_warnings if only is None else ()),
             *(sent.problems(run.path / "exports") if only is None else ()),
         ),

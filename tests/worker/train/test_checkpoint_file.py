@@ -12,6 +12,7 @@ import torch
 
 from tula_cli.errors import CannotWrite
 from tula_cli.run import files
+from tula_cli.run.damage import is_whole_archive
 from tula_cli.worker.train import checkpoint
 
 
@@ -71,4 +72,4 @@ def test_a_checkpoint_that_is_no_file_is_not_whole(kind: str, tmp_path: Path) ->
     else:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("data", b"\0" * 2**24)
-    assert not checkpoint._is_whole(path)
+    assert not is_whole_archive(path)

@@ -273,6 +273,16 @@ def test_rows_beyond_the_checkpoint_are_cut(alone: Ranks, run: RunDir) -> None:
     assert not any(row.get("loss") == -1.0 for row in found)
 
 
+def test_damaged_rows_before_the_checkpoint_stay_to_be_named(alone: Ranks, run: RunDir) -> None:
+    task = interrupt(run, alone, after=230, train={"epochs": 3})
+    training = run.training(task.signature)
+    first, *others = training.metrics_path.read_bytes().splitlines(keepends=True)
+    training.metrics_path.write_bytes(first + first[:-20] + b"\n" + b"".join(others) + b'{"kind": "torn\n')
+    train(run, alone, task)
+    assert training.damaged_rows() == [2]
+    assert [row["samples"] for row in training.metrics("epoch")] == [96, 192, 288]
+
+
 def test_a_run_broken_off_before_its_first_checkpoint_starts_anew(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     task = interrupt(run, alone, after=50)
     train(run, alone, task)

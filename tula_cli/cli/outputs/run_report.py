@@ -9,6 +9,7 @@ import typer
 from tula_cli import words
 from tula_cli.cli.options import RUNS, Html, MaybeRun, Root, RunArgument, check_page
 from tula_cli.cli.runs import find_run
+from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show.outputs import run_report as show_report
 from tula_cli.show.screen import Screen
@@ -71,6 +72,8 @@ def report(
     run = find_run(screen, target or named, root)
     looks = functools.partial(launcher.launcher_for, submits=False)
     seen = gather(run, run.spec(), looks, now=time.time())
+    for one in seen.parts:
+        warn_all(screen, one.now.warnings)
     document = service.document_of(seen)
     text = service.for_site(seen, document, site, runs=runs) if site is not None else _text(document, to_stdout)
     written = _write(document, html, svg, csv)

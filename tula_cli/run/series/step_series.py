@@ -198,17 +198,28 @@ def _column(values: Sequence[float | None]) -> Any:
     return told[0] if all(value == told[0] for value in told) else told
 
 
-def _rows(line: Mapping[str, Any]) -> Iterator[StepRow]:
-    """Yield the rows of a line; none where it is no such line: a lost node may leave one that is damaged."""
+def is_step_line(line: Mapping[str, Any]) -> bool:
+    """Return whether a line has all columns of its rows: a lost node may leave one that is damaged."""
+    return _read_line(line) is not None
+
+
+def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list[list[float | None]]] | None:
+    """Return samples, batch, steps and rows of a line, and its columns; None if it is damaged."""
     told = [line.get(name) for name in ("samples", "batch", "steps", "rows")]
     if not all(isinstance(value, int) and 0 < value < 10**18 for value in told):
-        return
+        return None
     samples, batch, steps, count = (int(value or 0) for value in told)
     if count > 2 * MOST_ROWS or "lr" not in line:
+        return None
+    values = [column for name in _COLUMNS if (column := _read_column(line.get(name), count)) is not None]
+    return ((samples, batch, steps, count), values) if len(values) == len(_COLUMNS) else None
+
+
+def _rows(line: Mapping[str, Any]) -> Iterator[StepRow]:
+    """Yield the rows of a line; none of one that is damaged."""
+    if (parts := _read_line(line)) is None:
         return
-    found = [values for name in _COLUMNS if (values := _read_column(line.get(name), count)) is not None]
-    if len(found) < len(_COLUMNS):
-        return
+    (samples, batch, steps, count), found = parts
     places = range(samples, samples + count * steps * batch, steps * batch)
     for at, row in zip(places, zip(*found, strict=True), strict=True):
         lr, norm, low, high, delta, least, most, scaled, factor, last = row

@@ -147,7 +147,7 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
         spec: the job.
         jobs: what is known of the run's jobs, for the cells that are not finished.
     """
-    states, look = {job.id: job for job in jobs}, run.read()
+    states, look = {job.id: job for job in jobs}, run.read(skip_damaged=True)
     cells = [
         _cell_report(look.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
         for cell in comparison.cells
@@ -166,7 +166,7 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
         total=len(cells),
         finished=sum(cell.finished for cell in cells),
         hours_left=total_hours([cell.cell for cell in cells if not cell.finished], hours),
-        warnings=tuple(_doubts(rows, metric)),
+        warnings=(*_doubts(rows, metric), *look.training_warnings),
     )
 
 

@@ -174,7 +174,9 @@ def gather(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launche
         TulaError: a record of the run cannot be read.
     """
     parts = [
-        PartMaterial(part, part.run.read(), status.snapshot(part.run, launcher_for(part.spec), now=now))
+        PartMaterial(
+            part, part.run.read(skip_damaged=True), status.snapshot(part.run, launcher_for(part.spec), now=now)
+        )
         for part in begun(run, spec)
     ]
     kept = run.recommendation()

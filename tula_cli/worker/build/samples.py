@@ -122,4 +122,9 @@ def length(samples: Samples) -> int:
             f"dataset {type(samples).__name__} has no length",
             "a dataset has __len__ and __getitem__(index); an iterable one has __iter__, and dataset.length if it does not tell",
         )
-    return len(samples)
+    try:
+        return len(samples)
+    except TypeError as error:
+        raise SpecError(
+            f"dataset {type(samples).__name__}: its __len__ fails: {error}", "let __len__ return an int"
+        ) from error

@@ -1,6 +1,7 @@
 """The first samples of a job, and the batch that they make: looked at before anything is trained on them."""
 
 import statistics
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches.collate import Collate, collated
 from tula_cli.worker.build.batches.tokens import sequence_length
 from tula_cli.worker.build.batches.tree import cut, described, tensors
-from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset, length
 from tula_cli.worker.build.text import source_text
 from tula_cli.worker.build.transforms import check_sample
 
@@ -55,11 +56,17 @@ def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     try:
         items = datasets.train.first(COMPARED)
         held_out = datasets.eval.first(1)[0]
+        if own:
+            _check_last(spec, datasets)
     except TulaError:
         raise
     except Exception as error:  # the user's dataset and transforms may raise anything
         if own:
-            raise JobFailed(f"dataset {spec.dataset.name} gives no sample: {_said(error)}") from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise JobFailed(
+                f"dataset {spec.dataset.name} gives no sample: {_said(error)}",
+                f"raised in {frame.filename}, line {frame.lineno}, {frame.name}",
+            ) from error
         raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {_said(error)}") from error
     _check_leaves(spec, items, held_out, own=own)
     batch = _batch(spec, items, datasets.collate)
@@ -80,6 +87,31 @@ def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         + _padding(datasets)
     )
     return FirstSamples(item, batch, len(items), (warning,))
+
+
+def class_numbers(datasets: Datasets) -> torch.Tensor:
+    """Return the class numbers of samples from all parts of the training set; files may be sorted by class."""
+    items = [item for item in datasets.train.spread(SPREAD) if isinstance(item, tuple | list) and len(item) == 2]
+    return torch.tensor([item[1] for item in items if isinstance(item[1], int)] or [0])
+
+
+def _check_last(spec: JobSpec, datasets: Datasets) -> None:
+    """Refuse a dataset that does not give the last sample that its length promises.
+
+    Raises:
+        JobFailed: it does not.
+    """
+    for samples, name in ((datasets.train, "training"), (datasets.eval, "evaluation")):
+        if isinstance(samples, SeededDataset | EvaluationDataset):
+            last = length(samples.samples) - 1
+            try:
+                samples[(0, last) if isinstance(samples, SeededDataset) else last]  # type: ignore[index]
+            except Exception as error:
+                raise JobFailed(
+                    f"dataset {spec.dataset.name} has {last + 1} {name} samples by its __len__, and gives no sample {last}:"
+                    f" {_said(error)}",
+                    "let __len__ return how many samples __getitem__ gives, and correct those that it cannot give",
+                ) from error
 
 
 def _padding(datasets: Datasets) -> str:

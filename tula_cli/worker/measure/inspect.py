@@ -41,7 +41,7 @@ from tula_cli.worker.build.transforms import build_transforms
 from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, process_memory, tensor_bytes
 from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
-from tula_cli.worker.measure.first_samples import look_at
+from tula_cli.worker.measure.first_samples import class_numbers, look_at
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.parallel.sharded import check_torch
 from tula_cli.worker.train.judging.own_metrics import build_metrics
@@ -67,7 +67,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         check_torch(device)
     datasets = build_datasets(spec)
     first = look_at(spec, datasets)
-    warnings = list(first.warnings)
+    warnings, notes = list(first.warnings), []
     footprints, estimate_error = tuple[Footprint, ...](), ""
     try:
         rehearsal = worker_measure_rehearsal.rehearse(
@@ -76,8 +76,8 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints = worker_measure_footprint.footprints(rehearsal, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = rehearsal.model, rehearsal.call, rehearsal.optimizer, rehearsal.output(2)
         warnings += _lone_sample_problems(spec, rehearsal)
-        if _can_step_here(spec, device, model):
-            _real_step(spec, datasets)  # fake tensors have neither the values nor the types of the samples
+        if _has_users_code(spec):  # fake tensors have not the values of the samples, and fewer checks of their types
+            notes += _step_here(spec, datasets, device, model)
     except TulaError:
         raise
     # A model may read values of its tensors, which fake ones do not have: only a real step can tell then.
@@ -85,6 +85,8 @@ def inspect_job(spec: JobSpec) -> Inspection:
         estimate_error = f"{type(error).__name__}: {_first_line(error)}"
         model, call, optimizer, output = _real_step(spec, datasets)
     warnings += _check_output(spec, scores(output), call.target(first.batch), datasets.classes)
+    if is_import_string(spec.dataset.name) and _is_classes(call.target(first.batch)):
+        _check_output(spec, scores(output), class_numbers(datasets), datasets.classes)
     method_of(spec).check(spec, model, optimizer)
     _check_ghosts(spec, model, largest=len(datasets.train))
     warnings += [*_unused(spec, call, first.batch), *_does_nothing(spec, model)]
@@ -99,7 +101,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        notes=(*_beginning(spec, model, optimizer), *_evaluated(spec, datasets)),
+        notes=(*_beginning(spec, model, optimizer), *notes, *_evaluated(spec, datasets)),
         convolutional=has_convolutions(model),
         warnings=tuple(warnings),
         **_machine(spec, device),
@@ -237,11 +239,40 @@ MOST_PARAMETERS = 30_000_000
 """Of a model a step of which is run on the CPU while a job is checked: it takes a second or two."""
 
 
-def _can_step_here(spec: JobSpec, device: str, model: nn.Module) -> bool:
-    """Return whether a real step tells what a probe would see: of the user's own code, in a job that runs on CPUs as here."""
-    is_own = _users_own(spec) or is_import_string(spec.dataset.name)
-    small = sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
-    return is_own and small and not spec.train.sharded and not _on_gpu(spec, device)
+_DATA_FAULT = re.compile(r"same dtype|Input type|target dtype|scalar type|[Ff]ound dtype|out of bounds")
+"""What torch says on every device of samples whose type or value does not fit."""
+
+
+def _has_users_code(spec: JobSpec) -> bool:
+    return _users_own(spec) or is_import_string(spec.dataset.name)
+
+
+def _step_here(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module) -> list[str]:
+    """Run a real step on the CPU if the model is small; return in words why it was not run, or shows nothing.
+
+    Of a job that runs on GPUs only faults of the data count: its code may need a GPU for other reasons.
+
+    Raises:
+        SpecError, JobFailed: as `_real_step`.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if spec.train.sharded or parameters > MOST_PARAMETERS:
+        why = "the model is trained in shares" if spec.train.sharded else f"the model has {parameters} parameters"
+        return [f"no step of real samples was run here ({why}): only their shapes were checked"]
+    if not _on_gpu(spec, device):
+        _real_step(spec, datasets)
+        return []
+    if spec.train.precision != "fp32":
+        return [
+            f"no step of real samples was run here (train.precision {spec.train.precision} is for GPUs): only their shapes were checked"
+        ]
+    try:
+        _real_step(spec, datasets)
+    except TulaError as error:
+        if error.__cause__ is None or _DATA_FAULT.search(str(error.__cause__)):
+            raise
+        return [f"a step of real samples cannot be run on the CPU, only their shapes were checked: {error.message}"]
+    return []
 
 
 def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall, torch.optim.Optimizer, Any]:
@@ -285,7 +316,8 @@ def _inputs(batch: Any) -> str:
     """Return in words what a model is given."""
     pair = type(batch) in (tuple, list) and len(batch) == 2
     if pair and isinstance(batch[0], torch.Tensor) and batch[0].is_floating_point():
-        return f"inputs of shape {tuple(batch[0].shape[1:])}"
+        dtype = "" if batch[0].dtype == torch.float32 else f", {str(batch[0].dtype).removeprefix('torch.')}"
+        return f"inputs of shape {tuple(batch[0].shape[1:])}{dtype}"
     return f"the batch {described(batch)}"
 
 
@@ -294,8 +326,15 @@ def _users_own(spec: JobSpec) -> bool:
 
 
 def _hint(stage: str, error: Exception) -> str:
-    if "dtype" in str(error):
-        return "let the dataset return float32 (numpy makes float64) and class numbers as int64, or convert them in the model"
+    if "out of bounds" in str(error) and stage.startswith("loss"):
+        return (
+            "class numbers are 0 to the model's outputs - 1: number the classes from 0, or give the model more outputs"
+        )
+    if re.search(r"dtype|Input type|scalar type", str(error)):
+        return (
+            "let the dataset return float32 (numpy makes float64, images are uint8) and class numbers as int64, targets of a"
+            " regression as float32; or convert them in the model"
+        )
     if stage.startswith("model"):
         if "the batch" in stage:
             return "forward is given a dictionary by name and a tuple in order, but for its last entry, the target"
@@ -303,6 +342,10 @@ def _hint(stage: str, error: Exception) -> str:
             return ""
         return "resize the images in transforms, or set the model's arguments; the shape is (channels, height, width)"
     if stage.startswith("loss"):
+        if isinstance(error, TypeError):
+            return "let the dataset return the target as a number or a tensor, or set loss.name to a callable(outputs, target) of your own"
+        if "target" in str(error) or "size" in str(error):
+            return "let the dataset return one class number a sample, without a dimension of its own; of a regression the output's shape"
         return "the loss gets what the model returns; GoogLeNet and Inception return one tensor with aux_logits: false"
     return ""
 

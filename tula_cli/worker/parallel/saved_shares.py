@@ -16,14 +16,13 @@ from torch import nn
 
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
+from tula_cli.run.damage import SUMS
 from tula_cli.run.files import cannot_write, make_folder, write_atomic
 from tula_cli.run.storage.space import refuses
 from tula_cli.worker.ranks import Ranks
 
 REST = "rest.pt"
 """What no rank has a share of: position, best metrics, factors. A file of torch.save."""
-SUMS = "sums.json"
-"""The check sums of all other files, which torch does not keep."""
 _CHUNK = 2**24  # bytes that are summed at a time
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import re
-import zipfile
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +16,9 @@ import torch
 
 from tula_cli.errors import DiskFull, TulaError
 from tula_cli.models.loss_level import LossLevel
+from tula_cli.run.damage import is_whole_archive
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import is_regular, remove, write_atomic
+from tula_cli.run.files import remove, write_atomic
 from tula_cli.run.notices.fresh import appears
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.parallel import saved_shares
@@ -196,7 +196,7 @@ def load_newest(
     for path in run.training(signature).checkpoints():
         if path.suffix != ".pt":
             continue
-        content = _content(path) if _is_whole(path) else None
+        content = _content(path) if is_whole_archive(path) else None
         if content is not None:
             return path, content
         tell(_set_aside(path))
@@ -258,18 +258,6 @@ def _content(path: Path) -> dict[str, Any] | None:
             raise
         return None
     return content if isinstance(content, dict) and "position" in content else None
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether a checkpoint is what was written, by its check sums (which torch does not compare)."""
-    try:
-        if not is_regular(path):
-            return False
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(part.file_size for part in archive.infolist())
-            return unpacked <= path.stat().st_size and archive.testzip() is None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError):
-        return False
 
 
 def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:

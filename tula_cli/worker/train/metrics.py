@@ -9,9 +9,10 @@ from typing import Any
 
 from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import append_json_line, write_atomic
+from tula_cli.run.files import append_json_line, open_file, read_lines, write_atomic
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.source.keys import values_without_secrets
+from tula_cli.run.training_run import is_row
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.watching.step_file import StepFile
 
@@ -22,7 +23,8 @@ LOG_SECONDS = 1.0
 class Metrics:
     """metrics.jsonl: one JSON object a line, appended by rank 0; other ranks write nothing.
 
-    Rows beyond `samples`, where the run resumes, are dropped: those steps are trained again.
+    Rows beyond `samples`, where the run resumes, are dropped: those steps are trained again. A damaged row before that is
+    kept: `tula status` names it as long as it is there.
     """
 
     def __init__(self, run: RunDir, task: TrainTask, *, first: bool, samples: int) -> None:
@@ -42,9 +44,18 @@ class Metrics:
         self.steps.add([], close=True)  # also of a training that has broken down: its last steps tell why
 
     def _cut(self) -> None:
-        if self.path.exists():
-            kept = [row for row in self.run.training(self.task.signature).metrics() if row["samples"] <= self.samples]
-            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        if not self.path.exists():
+            return
+        kept: list[bytes] = []
+        damaged: list[bytes] = []  # since the last row that is kept
+        with open_file(self.path) as file:
+            for line in read_lines(file):
+                if not is_row(line):
+                    damaged.append(line.strip(b"\0\n") + b"\n")
+                elif json.loads(line).get("samples", 0) <= self.samples:
+                    kept += [*damaged, line]
+                    damaged.clear()
+        write_atomic(self.path, b"".join(kept))
 
     def add(self, kind: str, position: Position, epoch: float, **values: Any) -> None:
         if not self.first:

@@ -119,7 +119,7 @@ def _code(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDifference:
 
 
 def _damage(look: Snapshot) -> list[str]:
-    return [*(error.message for error in look.damaged), *look.training_warnings]
+    return [*look.record_warnings, *look.training_warnings]
 
 
 def _measured(results: Iterable[Result]) -> list[Measured]:

@@ -1,0 +1,166 @@
+"""Which files of a run are damaged, and what follows from it: what `tula status` and all that reads them warn of."""
+
+import itertools
+import json
+import os
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tula_cli.errors import BadMeasurements, TulaError
+from tula_cli.run.files import content, is_regular
+from tula_cli.run.training_run import TrainingRun
+
+SUMS = "sums.json"
+"""The check sums of the other files of a checkpoint in shares."""
+FROM_A_COPY = "put it back from a copy of the run, if there is one"
+_MAX_SUMMED = 2**20
+"""Bytes of a checkpoint whose check sums are compared; of the rest its structure alone is, or it would take minutes."""
+_MAX_RANGES = 5
+_CONSEQUENCES = {
+    "results/*": "its configuration counts as not measured",
+    "recommendation.json": "no recommendation is shown until tula recommend has made it anew",
+    "comparison.json": "what tula compare was asked for is not known, and its table is not shown",
+    "tasks/*": "its job is not shown",
+    "attempts/*": "this attempt is not shown, nor how it ended",
+    "script/*": "this test of how the script resumes is not shown",
+    "train/*/result.json": "the training counts as not finished",
+    "train/*/summary.json": "its predicted and actual figures are not compared",
+    "train/*/tuning.json": "which arms it has tried, and which was chosen, is not known",
+    "train/*/energy.json": "the energy that was counted is not shown",
+    "train/*/evaluations/*": "this result of tula evaluate is not shown",
+    "train/*/saves.json": "what the script has saved and lost is not known",
+    "train/*/script.json": "the newest checkpoint of the script is not known",
+    "train/*/micro_batches.json": "how far its micro-batches may be cut is not known",
+}
+"""What a damaged record means for the reader, by its place in the run."""
+_LOST_WEIGHTS = {
+    "best": "the best weights cannot be evaluated or used",
+    "last": "the newest weights cannot be used: a restart resumes from an older checkpoint, or from the beginning",
+}
+
+
+def record_warning(run: Path, path: Path, error: BadMeasurements) -> str:
+    """Return what is wrong with a record, what follows from it and what to do."""
+    name = path.relative_to(run).as_posix()
+    lost = next((words for pattern, words in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is left out")
+    return f"{error.message}; {lost}; {error.hint}"
+
+
+def curve_warnings(training: TrainingRun) -> Iterator[str]:
+    """Yield which rows of a training are damaged, and which of its weights."""
+    for path, lines, lost in (
+        (training.metrics_path, training.damaged_rows(), "left out of what is shown, predicted and exported: charts lack"),
+        (training.steps_path, training.damaged_steps(), "left out: charts and exports of every step lack"),
+        (training.stages_path, training.damaged_stages(), "left out: the growth of the batch is shown without"),
+    ):  # fmt: skip
+        if lines:
+            is_one = len(lines) == 1
+            yield (
+                f"{path} is damaged: {len(lines)} of its lines cannot be read ({line_ranges(lines)}) and"
+                f" {'is' if is_one else 'are'} {lost} {'it' if is_one else 'them'}; {FROM_A_COPY}"
+            )
+    yield from _lost_weights(training)
+
+
+def line_ranges(numbers: Iterable[int]) -> str:
+    """Return line numbers, ascending, in words: `lines 5-7, 12`."""
+    groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ranges = [(members[0][1], members[-1][1]) for _, group in groups if (members := list(group))]
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES]]
+    more = sum(last - first + 1 for first, last in ranges[_MAX_RANGES:])
+    name = "line" if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else "lines"
+    return f"{name} {', '.join(words)}{f' and {more} more' if more else ''}"
+
+
+# --- weights
+
+
+def _lost_weights(training: TrainingRun) -> Iterator[str]:
+    """Yield which of the best and the newest weights cannot be what was written."""
+    links = {name: training.path / name for name in _LOST_WEIGHTS}
+    damage: dict[str, list[str]] = {}
+    for name, link in links.items():
+        for _ in range(2):  # a rank may have pointed it elsewhere meanwhile, and removed what it led to
+            target = _target(link)
+            why = _link_problem(link, target) if os.path.lexists(link) else ""
+            if not why or target == _target(link):
+                break
+        if why:
+            damage.setdefault(why, []).append(_LOST_WEIGHTS[name])
+    for why, lost in damage.items():
+        yield f"{why}; {'; '.join(lost)}; {FROM_A_COPY}"
+
+
+def _target(link: Path) -> Path:
+    """Return where a link leads, one step far; the path itself if it is no link."""
+    return link.parent / link.readlink() if link.is_symlink() else link
+
+
+def _link_problem(link: Path, target: Path) -> str:
+    if target != link and not os.path.lexists(target):
+        return f"{link} is damaged: it leads to {link.readlink()}, which is missing"
+    why = checkpoint_problem(target)
+    return f"{target} is damaged: {why}" if why else ""
+
+
+def checkpoint_problem(path: Path) -> str:
+    """Return why a checkpoint cannot be what was written; empty if its structure and its first check sums are right."""
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            return _shares_problem(path)
+        if not is_regular(path):
+            return "it is no file"
+        if path.stat().st_size == 0:
+            return "it is empty"
+        return "" if is_whole_archive(path, summed=_MAX_SUMMED) else "it is cut off or overwritten"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def is_whole_archive(path: Path, *, summed: float = float("inf")) -> bool:
+    """Return whether a file of torch.save is what was written, by its check sums (which torch does not compare).
+
+    Args:
+        path: the file.
+        summed: bytes of its parts, the first ones, whose check sums are compared.
+    """
+    try:
+        if not is_regular(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            parts = archive.infolist()
+            if (
+                sum(part.file_size for part in parts) > path.stat().st_size
+            ):  # it would take memory for more than there is
+                return False
+            total = 0
+            for part in parts:
+                total += part.file_size
+                if total > summed:
+                    break
+                with archive.open(part) as file:
+                    while file.read(2**20):
+                        pass
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError, zlib.error):
+        return False
+    return True
+
+
+def _shares_problem(folder: Path) -> str:
+    """Return which file of a checkpoint in shares is missing or another than was written; empty if none is known to be."""
+    try:
+        sums = json.loads(content(folder / SUMS))
+        for name, total in sums.items():
+            path = folder / name
+            size = path.stat().st_size
+            if size == 0 or (size <= _MAX_SUMMED and zlib.crc32(content(path)) != total):
+                return f"its {name} is cut off or overwritten"
+    except FileNotFoundError as error:
+        return f"its {Path(error.filename).name} is missing"
+    except (OSError, ValueError, AttributeError, TulaError) as error:
+        return f"its {SUMS} cannot be read ({error})"
+    return ""

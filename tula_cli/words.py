@@ -33,11 +33,33 @@ def duration(seconds: float | None) -> str:
     return f"{number(seconds / divisor)} {unit}"
 
 
+WIDEST_INTERVAL = 3.0
+"""The upper end of an interval that is of use, over its lower end."""
+
+
+def is_too_wide(low: float | None, high: float | None) -> bool:
+    """Return whether an interval is too wide to decide by; one of which an end is not known is not."""
+    return low is not None and high is not None and high > WIDEST_INTERVAL * max(low, 0.0)
+
+
+def interval_of_hours(low: float | None, high: float | None) -> str:
+    """Return an interval in brackets, and that it is too wide to decide by; empty where there is none."""
+    if low is None or high is None:
+        return ""
+    wide = ", too wide to decide by" * is_too_wide(low, high)
+    return f" ({duration(3600 * low)} to {duration(3600 * high)}{wide})"
+
+
 def time_unit(longest: float) -> tuple[float, str]:
     """Return the unit in which a column up to `longest` seconds is read best: its seconds and its name."""
     if longest < 120:
         return 1.0, "s"
     return (60.0, "min") if longest < 7200 else (3600.0, "h")
+
+
+def is_cost_in_node_hours(cost: float, node_hours: float, currency: str) -> bool:
+    """Return whether a cost is the number of node-hours itself, as it is without a price: it is shown once then."""
+    return currency == "node-h" and math.isclose(cost, node_hours)
 
 
 def plural(count: int, noun: str = "node") -> str:

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,22 @@ DIGITS = 1437  # training samples
 LIMIT = "cluster.memory_per_gpu=24MB"  # a batch of 512 does not fit the small network of these tests, one of 64 does
 
 
-def test_the_main_job_from_profile_to_trained_model(tula) -> None:
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """Take no permission from what is made, as some sites set it up for groups."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def open_to_others(folder: Path) -> set[str]:
+    """Return what others than its owner may read or write, below a folder; what other programs write has a private folder."""
+    others = {*folder.glob("*/exports/tensorboard"), *folder.glob("*/submitit"), *folder.glob("matplotlib")}
+    made = [path for path in folder.rglob("*") if not path.is_symlink() and not others & {path, *path.parents}]
+    return {str(path.relative_to(folder)) for path in made if path.stat().st_mode & 0o077}
+
+
+def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_umask: None) -> None:
     profile = tula("profile", "job.yaml")
     assert profile["status"] == "done"
     run = tula.run()
@@ -79,6 +95,19 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     assert run.training(early["signature"]).result().ended == "train.until.epochs is 1"
     told = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
     assert "after 1 of 3 epochs" in told and run.spec().train.until is None, "the job stays as it is"
+
+    tula("check", "job.yaml", "--fresh")
+    tula("export", "--to", "tensorboard")
+    tula("report", "--csv", "asked-for")
+    assert (run.path / "exports" / "tensorboard").is_dir() and (run.path / "exports").stat().st_mode & 0o777 == 0o700
+    stores = (
+        tula.folder / "tula-runs",
+        Path(tula.environment["XDG_CACHE_HOME"]),
+        Path(tula.environment["XDG_RUNTIME_DIR"]),
+    )
+    assert {str(store.name): open_to_others(store) for store in stores} == {store.name: set() for store in stores}
+    asked_for = [tula.folder / "asked-for", *(tula.folder / "asked-for").iterdir()]
+    assert {path.stat().st_mode & 0o777 for path in asked_for} == {0o777, 0o666}, "what is asked for follows the umask"
 
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:

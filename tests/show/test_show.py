@@ -102,7 +102,7 @@ def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     text = printed(recommend.recommendation(found, width=80, color=False))
     assert text.splitlines()[1] == "the same on spot: 75.0 min expected, 1.00 USD (75 % cheaper, 25 % longer)"
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
-    assert rows[0][:5] + rows[0][8:12] == ["*", "2", "128", "64", "1.00", "4.00", "1.25", "1.00", "spot"]
+    assert rows[0][:5] + rows[0][8:12] == ["*", "2", "128", "64", "1.00", "4.00", "~1.25", "1.00", "spot"]
     assert rows[1][:8] == ["P", "1", "64", "64", "-", "-", "-", "3.00"] and rows[1][9] == "-"
     swapped = make.recommendation(choice=there, rows=(here, there), runners_up=(), other_market=here)
     text = printed(recommend.recommendation(swapped, width=80, color=False))

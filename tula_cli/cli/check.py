@@ -56,7 +56,7 @@ def init(
     refuse(command is not None and script is not None, "--from-command", "and --from-sbatch exclude each other")
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
-    from tula_cli.run.files import write_atomic
+    from tula_cli.run.files import FOR_ALL, write_atomic
     from tula_cli.services.new_job.for_editors import with_schema
     from tula_cli.services.new_job.from_command import from_command
     from tula_cli.services.new_job.from_sbatch import from_sbatch
@@ -85,7 +85,7 @@ def init(
         text = made.text
         found, told = show_check.from_command(made, output)
         warn_all(screen, made.warnings)
-    write_atomic(output, with_schema(text, output))
+    write_atomic(output, with_schema(text, output), mode=FOR_ALL)
     if kind == "slurm":
         screen.note(show_check.offered(offered))
     screen.note(told_worth := worth(written_method(text)))
@@ -126,12 +126,12 @@ def _asking(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> 
 def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
     refuse(given is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one")
     from tula_cli.assets import find_asset
-    from tula_cli.run.files import write_atomic
+    from tula_cli.run.files import FOR_ALL, write_atomic
 
     path = Path("tula_hooks.py")
     if path.exists() and not force:
         raise SpecError(f"{path} is there already", "--force replaces it")
-    write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"))
+    write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=FOR_ALL)
     screen.answer({"path": path}, show_check.hooks(path))
 
 

@@ -144,9 +144,9 @@ def _answer(
     screen.answer(report, show_compare.compared(report, width=screen.width, color=screen.colored))
     warn_all(screen, report.warnings)
     if html is not None:
-        from tula_cli.run.files import write_atomic
+        from tula_cli.run.files import FOR_ALL, write_atomic
         from tula_cli.services.reporting.comparison_document import of_comparison
         from tula_cli.show.html.document_page import page
 
-        write_atomic(html, page(of_comparison(part, comparison, report, at=time.time())))
+        write_atomic(html, page(of_comparison(part, comparison, report, at=time.time())), mode=FOR_ALL)
         screen.note(f"wrote {words.near(html)}")

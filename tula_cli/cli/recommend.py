@@ -87,7 +87,7 @@ def recommend(
         screen, run, spec, answer, overrides or (), job, asked=save, every=every
     )
     judged = service.validated(answer) if validate else {}
-    rows = {"rows": Lines(answer.rows_as_json())} if every else {}
+    rows = {"rows": Lines(answer.rows_as_json(every=every))}
     worth = methods.worth(spec.train.method)
     data = {**dict(found), **rows, "saved": saved, "worth": worth, **({"validation": judged} if validate else {})}
     shown = _shown(screen, answer, pareto=pareto, every=every, kept=saved)

@@ -26,7 +26,7 @@ from tula_cli.host import installed
 from tula_cli.host.processes import run_command
 from tula_cli.host.processor import processor_name
 from tula_cli.run.code import fingerprint
-from tula_cli.run.files import listing, make_private_folder, names, read_record, write_record
+from tula_cli.run.files import listing, make_folder, names, read_record, write_record
 from tula_cli.run.imports import packages
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, beta2_half_life
@@ -98,7 +98,7 @@ class KeptInspection:
     def _keep(self, path: Path, found: Inspection) -> None:
         # A folder that cannot be written costs the next command some seconds, not this one its answer.
         with contextlib.suppress(TulaError, OSError):
-            make_private_folder(path.parent)
+            make_folder(path.parent)
             path.parent.chmod(0o700)  # as the runs beside it: an older tula made it by the umask
             write_record(path, found)
         with contextlib.suppress(TulaError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import publish
+from tula_cli.run.files import make_folder, publish
 from tula_cli.run.imports import Source, digest, files, import_strings
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.run.source import git
@@ -185,8 +185,9 @@ def _take(run: RunDir, selection: Selection, draft: Path, source: Source, *, tol
     base = selection.base
     names = [file.relative_to(base) for file in (*selection.modules, *selection.others)]
     for file in names:
-        (draft / file).parent.mkdir(parents=True, exist_ok=True)
+        make_folder((draft / file).parent)
         shutil.copy2(base / file, draft / file)
+        (draft / file).chmod((draft / file).stat().st_mode & 0o700)
     modules = [file.relative_to(base) for file in selection.modules]
     # Of the copies, not of the originals: they may be edited at this very moment.
     found = digest((draft / file for file in modules), draft, start=selection.start)

@@ -16,7 +16,7 @@ from tula_cli.run.cluster_checks import ClusterChecks
 from tula_cli.run.files import (
     cannot_write,
     listing,
-    make_private_folder,
+    make_folder,
     open_to_add,
     read_record,
     read_text,
@@ -100,7 +100,7 @@ class RunDir:
         """
         require_own(self.path)
         try:
-            make_private_folder(self.path)
+            make_folder(self.path)
         except OSError as error:
             raise cannot_write(self.path, error) from error
         if file is not None:
@@ -109,7 +109,7 @@ class RunDir:
         parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
         parsed_spec.write(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
         if not other(self.path.parent / LATEST):  # of those who share the folder another has named theirs
-            write_atomic(self.path.parent / LATEST, f"{self.path.name}\n", mode=0o600)
+            write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
     @classmethod
     def open(cls, path: Path) -> "RunDir":

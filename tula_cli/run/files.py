@@ -65,8 +65,8 @@ def is_gone(run: Path) -> bool:
         return True
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder, and those that it is in, where it is not there.
+def make_folder(folder: Path, *, mode: int = 0o700) -> None:
+    """Make a folder, and those that it is in, where it is not there; `mode` has their permissions, less the umask.
 
     Raises:
         RunGone: it is one of a run that is held and no longer there.
@@ -75,21 +75,16 @@ def make_folder(folder: Path) -> None:
     held = _Held.path
     if held is not None and folder.absolute().is_relative_to(held) and is_gone(held):
         raise RunGone(held)
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def make_private_folder(folder: Path) -> None:
-    """Make a folder, and those that it is in, for this user alone where they are not there; one that is there stays as it is.
-
-    Raises:
-        OSError: it cannot be made.
-    """
     for path in reversed((folder, *folder.parents)):
         if not path.is_dir():
-            path.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=mode, exist_ok=True)
 
 
-def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, mode: int = 0o666) -> None:
+FOR_ALL = 0o666
+"""Permissions of a file that a user asks for at a place of their own, less the umask; all else is for this user alone."""
+
+
+def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, mode: int = 0o600) -> None:
     """Replace `path` whole.
 
     Args:
@@ -106,7 +101,7 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
     content = data.encode() if isinstance(data, str) else data
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        make_folder(path.parent)
+        make_folder(path.parent, mode=0o777 if mode == FOR_ALL else 0o700)
         with _opened_anew(draft, mode) as file:
             if callable(content):
                 content(file)
@@ -411,7 +406,7 @@ def open_to_add(path: Path) -> BinaryIO:
         make_folder(path.parent)
         # a pipe without a reader would hold it up
         file = os.open(
-            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
         )
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:

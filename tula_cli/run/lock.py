@@ -35,7 +35,7 @@ class SubmissionLock:
         """
         require_own(self.path.parent)
         try:
-            self.path.mkdir(parents=True)
+            self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             owner = _owner(self.path)
             if self._is_stale(owner):

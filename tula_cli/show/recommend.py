@@ -5,13 +5,24 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import key, offer, plots
 from tula_cli.show.tables import learnt, place_of, supposed, table
-from tula_cli.words import duration, moment, number, percent, plural, size, size_unit, time_unit
+from tula_cli.words import (
+    duration,
+    interval_of_hours,
+    is_too_wide,
+    moment,
+    number,
+    percent,
+    plural,
+    size,
+    size_unit,
+    time_unit,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tula_cli.run.records.recommendations import Prediction, Recommendation
+    from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
     from tula_cli.services.recommendation.validation import Validation
 
 
@@ -50,11 +61,11 @@ def recommendation(
     yield from _refreshes(found)
     yield found.reason
     yield ""
-    yield front(found) if pareto else predictions(found, every=every)
+    yield from _explained(front(found) if pareto else predictions(found, every=every))
     yield from () if every else _left_out(found, more, pareto=pareto)
     yield ""
     if found.objective == "accuracy-time":
-        yield same_progress(found)
+        yield from _explained(same_progress(found))
         yield ""
     if found.lengths:
         yield lengths(found)
@@ -163,7 +174,7 @@ def _progress(found: "Recommendation") -> Iterator[str]:
     if row is not None:
         yield (
             f"to the same progress: {number(row.epochs)} epochs, {duration(3600 * row.hours)}"
-            f" ({duration(3600 * row.hours_low)} to {duration(3600 * row.hours_high)}), {number(row.cost)} {found.currency}"
+            f"{interval_of_hours(row.hours_low, row.hours_high)}, {number(row.cost)} {found.currency}"
         )
 
 
@@ -178,7 +189,7 @@ def same_progress(found: "Recommendation") -> "Table":
     """The best configuration of each batch on the way to the same progress, beside its time for the spec's epochs."""
     from tula_cli.models.choice.objective import envelope
 
-    rows = [(row, row.same_progress) for row in envelope(found.rows, curve="accuracy-time")]
+    rows, caveats = [(row, row.same_progress) for row in envelope(found.rows, curve="accuracy-time")], found.caveats
     divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
                f"cost\n({found.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
@@ -191,14 +202,36 @@ def same_progress(found: "Recommendation") -> "Table":
             str(row.batch),
             str(row.nodes),
             number(progress.epochs),
-            f"{number(progress.epochs_low)} .. {number(progress.epochs_high)}",
-            number(3600 * progress.hours / divisor),
-            f"{number(3600 * progress.hours_low / divisor)} .. {number(3600 * progress.hours_high / divisor)}",
+            _range(progress.epochs_low, progress.epochs_high),
+            _signs(caveats.of(row), "progress_within_noise") + number(3600 * progress.hours / divisor),
+            _range(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             number(progress.cost),
             number(3600 * row.hours / divisor),
             style="bold green" if chosen else None,
         )
     return made
+
+
+SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
+"""What stands before a figure with a caveat, by the keys of `CAVEATS`."""
+
+
+def _signs(caveats: Sequence[str], *names: str) -> str:
+    """Return the signs of those of some caveats that a figure has."""
+    from tula_cli.run.records.recommendations import caveat_kind
+
+    return "".join(SIGNS[caveat_kind(name)] for name in names if name in caveats)
+
+
+def _explained(made: "Table") -> "Iterator[RenderableType]":
+    """Yield a table, and a line that explains the signs before its figures, if it has any."""
+    from tula_cli.run.records.recommendations import CAVEATS
+
+    yield made
+    cells = [str(cell) for column in made.columns for cell in column.cells]
+    signs = {letter for cell in cells for letter in cell[: len(cell) - len(cell.lstrip("".join(SIGNS.values())))]}
+    if signs:
+        yield "; ".join(f"{sign} {CAVEATS[name]}" for name, sign in SIGNS.items() if sign in signs)
 
 
 MARKETS = {"on_demand": "on demand", "spot": "on spot"}
@@ -262,7 +295,7 @@ def predictions(found: "Recommendation", *, every: bool = False) -> "Table":
     """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
     divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
     byte, memory = size_unit(max((row.peak_memory or 0 for row in found.rows), default=None))
-    marks = _marks(found)
+    marks, caveats = _marks(found), found.caveats
     typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
     kinds, energy = ["type"] if typed else [], _energy_heading(found.rows)
     spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({found.currency})", "cheaper"] if on_spot else []
@@ -279,9 +312,9 @@ def predictions(found: "Recommendation", *, every: bool = False) -> "Table":
             str(row.nodes),
             str(row.batch),
             str(row.local_batch),
-            *_time_and_cost(offers.get("on_demand"), divisor),
-            *([_kwh(offers.get("on_demand"))] if energy else []),
-            *(_spot_cells(offers, divisor) if on_spot else []),
+            *_time_and_cost(offers.get("on_demand"), divisor, caveats),
+            *([_kwh(offers.get("on_demand"), caveats)] if energy else []),
+            *(_spot_cells(offers, divisor, caveats) if on_spot else []),
             size(row.peak_memory, byte),
             percent(row.headroom),
             _basis(row),
@@ -330,6 +363,7 @@ def front(found: "Recommendation") -> "Table":
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
                f"cost\n({found.currency})", *energy, "basis"]  # fmt: skip
     made = table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
+    caveats = found.caveats
     runners_up = {offer(row): str(rank) for rank, row in enumerate(found.runners_up, 2)}
     marks = {offer(found.choice): "*", **runners_up}
     for row in rows:
@@ -341,8 +375,8 @@ def front(found: "Recommendation") -> "Table":
             str(row.nodes),
             str(row.batch),
             str(row.local_batch),
-            *_time_and_cost(row, divisor),
-            *([_kwh(row)] if energy else []),
+            *_time_and_cost(row, divisor, caveats),
+            *([_kwh(row, caveats)] if energy else []),
             _basis(row),
             style="bold green" if mark == "*" else None,
         )
@@ -375,22 +409,30 @@ def _energy_heading(rows: Iterable["Prediction"]) -> list[str]:
     return ["energy\n(kWh)"] if any(row.kwh is not None for row in rows) else []
 
 
-def _kwh(row: "Prediction | None") -> str:
-    return "-" if row is None else number(row.kwh)
+def _range(low: float | None, high: float | None) -> str:
+    """Return the cell of an interval; with a sign where it is too wide to decide by."""
+    if low is None or high is None:
+        return "-"
+    return f"{SIGNS['wide_interval'] * is_too_wide(low, high)}{number(low)} .. {number(high)}"
 
 
-def _time_and_cost(row: "Prediction | None", divisor: float) -> tuple[str, str, str]:
+def _kwh(row: "Prediction | None", caveats: "Caveats") -> str:
+    return "-" if row is None else _signs(caveats.of(row), "energy_within_noise") + number(row.kwh)
+
+
+def _time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
     """Return the cells of a time, its interval and a cost; dashes where the limits leave none."""
     if row is None:
         return "-", "-", "-"
-    low, high = row.hours_low, row.hours_high
-    interval = "-" if low is None or high is None else f"{number(3600 * low / divisor)} .. {number(3600 * high / divisor)}"  # fmt: skip
-    return number(3600 * row.hours / divisor), interval, number(row.cost)
+    names = caveats.of(row)
+    time_ = _signs(names, "efficiency_above_110", "time_within_noise") + number(3600 * row.hours / divisor)
+    interval = _range(*(None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high)))
+    return time_, interval, _signs(names, "cost_within_noise") + number(row.cost)
 
 
-def _spot_cells(offers: Mapping[str, "Prediction"], divisor: float) -> tuple[str, str, str]:
+def _spot_cells(offers: Mapping[str, "Prediction"], divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
     here, spot = offers.get("on_demand"), offers.get("spot")
-    time_, _, cost = _time_and_cost(spot, divisor)
+    time_, _, cost = _time_and_cost(spot, divisor, caveats)
     if here is None or spot is None:
         return time_, cost, "-"
     return time_, cost, "spot" if spot.cost < here.cost else "on demand" if here.cost < spot.cost else "-"

@@ -4,7 +4,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tula_cli.words import configuration, duration, moment, number, part_words, percent, plural
+from tula_cli.words import (
+    configuration,
+    duration,
+    interval_of_hours,
+    is_cost_in_node_hours,
+    moment,
+    number,
+    part_words,
+    percent,
+    plural,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -100,7 +110,7 @@ def listed(numbers: Iterable[int]) -> str:
 def cost_in_words(node_hours: float, cost: float, currency: str) -> str:
     """Return node-hours and cost, which without a price are one."""
     hours = f"{number(node_hours)} node-h"
-    return hours if currency == "node-h" else f"{hours}, {number(cost)} {currency}"
+    return hours if is_cost_in_node_hours(cost, node_hours, currency) else f"{hours}, {number(cost)} {currency}"
 
 
 def at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
@@ -155,8 +165,7 @@ def supposed(found: "Recommendation") -> Iterator[str]:
 
 
 def _takes(row: "Prediction", found: "Recommendation") -> str:
-    low, high = row.hours_low, row.hours_high
-    interval = "" if low is None or high is None else f" ({duration(3600 * low)} to {duration(3600 * high)})"
+    interval = interval_of_hours(row.hours_low, row.hours_high)
     return f"{duration(3600 * row.hours)}{interval}, {number(row.cost)} {found.currency}"
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.status import branches, changes, scaling
 from tula_cli.show.tables import cost_in_words, table
-from tula_cli.words import configuration, duration, near, number, percent, perplexity, plural, time_unit
+from tula_cli.words import configuration, duration, is_too_wide, near, number, percent, perplexity, plural, time_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -138,7 +138,8 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield _early_end(plan)
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
-    high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
+    wide = ", too wide to decide by" * is_too_wide(predicted.hours_low, at_most)
+    high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)}{wide})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
     yield f"{duration(3600 * predicted.hours)}{high}, {cost_in_words(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"

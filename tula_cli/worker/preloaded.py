@@ -200,7 +200,7 @@ def _become(request: Request) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     if request["log"]:
-        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)

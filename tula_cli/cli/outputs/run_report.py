@@ -122,7 +122,7 @@ def _text(document: "Document", form: str | None) -> str | None:
 
 def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
     """Write the files that are asked for; return their paths, or those of their folders."""
-    from tula_cli.run.files import write_atomic
+    from tula_cli.run.files import FOR_ALL, write_atomic
     from tula_cli.services.reporting.forms import csv_files
 
     found: dict[Path, str] = {}
@@ -140,6 +140,6 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
     elif csv is not None and csv != Path("-"):
         found |= {csv / f"{name}.csv": text for name, text in csv_files.files(document).items()}
     for path, text in found.items():
-        write_atomic(path, text)
+        write_atomic(path, text, mode=FOR_ALL)
     asked = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
     return [words.near(path.absolute()) for path in asked]

@@ -25,7 +25,7 @@ def tell(run: Path) -> None:
         try:
             os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def write_and_tell(run: Path, name: str, record: "BaseModel") -> None:

@@ -1,9 +1,10 @@
 """A recommendation and its predictions."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from tula_cli.run.records.base import Market, Record, RecordedText
-from tula_cli.words import plural
+from tula_cli.words import is_too_wide, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,6 +129,85 @@ class Prediction(Record):
         if batch == self.batch:
             return self
         return next((stage for stage in self.stages if stage.batch == batch), None)
+
+
+HIGHEST_EFFICIENCY = 1.1
+"""What caches and noise may add to ideal scaling; above, a measurement is at fault."""
+
+
+class Caveats:
+    """What the figures of each configuration leave open: they are marked in every table and named in the JSON of each row.
+
+    Args:
+        choice: with which the others are compared.
+        steps: type, nodes, global batch, local batch and step time of every configuration.
+    """
+
+    def __init__(self, choice: Prediction, steps: Iterable[tuple[str, int, int, int, float]]) -> None:
+        self._choice, self._intervals = choice, _intervals(choice)
+        self._fewest: dict[tuple[str, str, int], tuple[int, float]] = {}  # nodes, samples a second of each node
+        for type_, nodes, batch, local_batch, step_time in steps:
+            for key in (type_, "batch", batch), (type_, "local batch", local_batch):
+                if key not in self._fewest or nodes < self._fewest[key][0]:
+                    self._fewest[key] = nodes, batch / step_time / nodes
+
+    @classmethod
+    def among(cls, rows: Iterable[Prediction], choice: Prediction) -> "Caveats":
+        return cls(choice, ((row.type, row.nodes, row.batch, row.local_batch, row.step_time) for row in rows))
+
+    def of(self, row: Prediction) -> tuple[str, ...]:
+        """Return the caveats of a configuration, by the keys of `CAVEATS`."""
+        names = ["wide_interval"] * is_too_wide(row.hours_low, row.hours_high)
+        if _place(row) != _place(self._choice):
+            own = _intervals(row)
+            names += [f"{name}_within_noise" for name in own if _overlap(own[name], self._intervals[name])]
+        return (*names, *["efficiency_above_110"] * (self.efficiency(row) > HIGHEST_EFFICIENCY))
+
+    def efficiency(self, row: Prediction) -> float:
+        """Return the throughput of a node over that on the fewest nodes with the same batch, or the same local batch."""
+        own = row.batch / row.step_time / row.nodes
+        keys = (row.type, "batch", row.batch), (row.type, "local batch", row.local_batch)
+        return max(own / self._fewest[key][1] if key in self._fewest else 1.0 for key in keys)
+
+
+CAVEATS = {
+    "wide_interval": "the 90 % interval is too wide to decide by",
+    "within_noise": "the 90 % interval overlaps that of the choice, so the difference may be noise",
+    "efficiency_above_110": "a node does over 110 % of what it does on the fewest nodes with that batch or local batch, which"
+    " is hardly possible: a step time is off",
+}
+"""What caveats mean; those of a quantity (time, cost, energy, progress) are `QUANTITY_within_noise`."""
+
+
+def caveat_kind(name: str) -> str:
+    """Return the key of a caveat in `CAVEATS`."""
+    return "within_noise" if name.endswith("_within_noise") else name
+
+
+Interval = tuple[float | None, float | None]
+
+
+def _intervals(row: Prediction) -> dict[str, Interval]:
+    """Return the 90 % interval of each quantity of a configuration; cost is as uncertain as time is."""
+    low, high = row.hours_low, row.hours_high
+    cost = row.cost / row.hours if row.hours else 0.0
+    progress = row.same_progress
+    return {
+        "time": (low, high),
+        "cost": (None if low is None else cost * low, None if high is None else cost * high),
+        "energy": (row.kwh_low, row.kwh_high),
+        "progress": (None, None) if progress is None else (progress.hours_low, progress.hours_high),
+    }
+
+
+def _overlap(a: Interval, b: Interval) -> bool:
+    if a[0] is None or a[1] is None or b[0] is None or b[1] is None:
+        return False
+    return a[0] <= b[1] and b[0] <= a[1]
+
+
+def _place(row: Prediction) -> tuple[str, int, int, str]:
+    return row.type, row.nodes, row.batch, row.market
 
 
 class TrainedSteps(Record):
@@ -326,9 +406,22 @@ class Recommendation(Record):
         from tula_cli.run.frames import frame
 
         columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts", "result_time")]
+        caveats = self.caveats
         return frame(
-            [{**{name: getattr(row, name) for name in columns}, "chosen": row == self.choice} for row in self.rows]
+            [
+                {
+                    **{name: getattr(row, name) for name in columns},
+                    "chosen": row == self.choice,
+                    "caveats": caveats.of(row),
+                }
+                for row in self.rows
+            ]
         )
+
+    @property
+    def caveats(self) -> Caveats:
+        """What the figures of the rows leave open."""
+        return Caveats.among(self.rows, self.choice)
 
     @property
     def criteria(self) -> str:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tula_cli.errors import SpecError
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import FOR_ALL, write_atomic
 from tula_cli.spec.schema.json_schema import Kind, json_schema
 
 BESIDE_A_JOB = Path(".tula", "job.schema.json")
@@ -31,7 +31,7 @@ def write_schema(kind: Kind, path: Path) -> None:
     """
     if path.is_dir() or (path.exists() and _OURS not in _beginning(path)):
         raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it, or name another file")
-    write_atomic(path, schema_text(kind))
+    write_atomic(path, schema_text(kind), mode=FOR_ALL)
 
 
 def _beginning(path: Path) -> str:

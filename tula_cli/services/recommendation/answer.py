@@ -3,6 +3,7 @@
 import csv
 import io
 import itertools
+import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.recommendation.limits import described_limits
 from tula_cli.services.recommendation.listed import FEW
@@ -42,15 +43,25 @@ class Answer:
         """Return the recommendation with every feasible configuration among its rows, be it a hundred thousand."""
         return self.recommendation.model_copy(update={"rows": self.offers.records()})
 
-    def rows_as_json(self) -> Iterator[str]:
-        """Yield the rows of `every` as JSON texts, which are made in blocks."""
+    def rows_as_json(self, *, every: bool = True) -> Iterator[str]:
+        """Yield rows with their caveats as JSON texts: those that are listed, or all, which are made in blocks."""
+        if not every:
+            caveats = self.recommendation.caveats
+            yield from (_json(row, caveats) for row in self.recommendation.rows)
+            return
+        steps = (getattr(self.offers, name).tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
+        caveats = Caveats(self.recommendation.choice, zip(*steps, strict=True))
         for at in range(0, len(self.offers), _BLOCK):
             block = self.offers.take(np.arange(at, min(at + _BLOCK, len(self.offers))))
-            yield from (row.model_dump_json() for row in block.records())
+            yield from (_json(row, caveats) for row in block.records())
 
     def drawn(self) -> Recommendation:
         """Return the recommendation with the rows of its plots: every one of some hundreds, else those that are listed."""
         return self.every() if len(self.offers) <= _DRAWN else self.recommendation
+
+
+def _json(row: Prediction, caveats: Caveats) -> str:
+    return f'{row.model_dump_json()[:-1]}, "caveats": {json.dumps(caveats.of(row))}}}'
 
 
 def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:

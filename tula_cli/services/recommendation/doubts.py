@@ -9,7 +9,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
-from tula_cli.words import duration, plural
+from tula_cli.words import duration, is_too_wide, plural
 
 _REASONS = 5  # for which configurations are left out that are told one by one
 _DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
@@ -89,13 +89,9 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     return warnings
 
 
-WIDEST = 3.0
-"""The upper end of a useful interval over its lower end."""
-
-
 def _wide_interval(chosen: Prediction) -> list[str]:
     low, high = chosen.hours_low, chosen.hours_high
-    if low is None or high is None or high <= 0 or high <= WIDEST * low:
+    if low is None or high is None or not is_too_wide(low, high):
         return []
     return [
         f"the time of the choice is too uncertain to decide by: its 90 % interval is {duration(3600 * max(low, 0.0))} to"

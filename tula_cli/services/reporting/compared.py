@@ -166,13 +166,14 @@ def table(report: CompareReport) -> Table:
     best = {
         batch: _best([row for row in known if row.batch == batch], report) for batch in {row.batch for row in known}
     }
-    marks = tuple("front" if best.get(row.batch) is row else "" for row in shown)
+    marks = tuple("front" if row in known and not differs(best[row.batch], row, report.metric) else "" for row in shown)
     worse = "added" if report.less_is_better else "lost"
     moment_words = "the last and the best that was told" if report.of_script else "after the last epoch"
     caption = (
         f"Means and sample standard deviations (sd) over seeds, {moment_words}, on {plural(report.nodes)}. Gap: {report.metric}"
         f" {worse} against lbt at batch {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a"
-        " method wins back, where that gap stands out of the noise of the seeds. Marked: the best of each batch."
+        " method wins back, where that gap stands out of the noise of the seeds. Marked: the best of each batch, and what does not"
+        " differ from it beyond noise."
     )
     return Table("methods", "Methods by batch", columns, tuple(map(cells, shown)), caption, marks)
 

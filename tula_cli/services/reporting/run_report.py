@@ -26,11 +26,10 @@ from tula_cli.services.reporting.sections import (
     training_outcome,
 )
 from tula_cli.services.reporting.training_look import trainings
-from tula_cli.services.reporting.units import software
+from tula_cli.services.reporting.units import is_priced, software
 from tula_cli.spec.job import JobSpec, train_length
-from tula_cli.spec.resources import UNPRICED
 from tula_cli.version import __version__
-from tula_cli.words import amount, configuration, duration, moment, number, plural
+from tula_cli.words import amount, configuration, duration, interval_of_hours, moment, number, plural
 
 
 def report(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Document:
@@ -116,12 +115,11 @@ def _answer(seen: Material) -> str:
 
 
 def _chosen(choice: Prediction, currency: str) -> str:
-    low, high = choice.hours_low, choice.hours_high
-    interval = "" if low is None or high is None else f" ({duration(3600 * low)} to {duration(3600 * high)})"
+    interval = interval_of_hours(choice.hours_low, choice.hours_high)
     kind = f" of type {choice.type}" if choice.type else ""
     on_spot = ", on spot nodes" if choice.market == "spot" else ""
     place = configuration(choice.nodes, choice.batch, choice.local_batch)
-    cost = "" if currency == UNPRICED.currency else f", {number(choice.cost)} {currency}"
+    cost = f", {number(choice.cost)} {currency}" if is_priced([choice], currency) else ""
     hours = f"{number(choice.all_node_hours)} node-hours"
     return f"{place}{kind}{on_spot}: {duration(3600 * choice.hours)}{interval}, {hours}{cost}"
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import CAVEATS, Prediction, caveat_kind
 from tula_cli.services.reporting.document import Mark
-from tula_cli.words import plural, size_unit, time_unit
+from tula_cli.words import is_cost_in_node_hours, plural, size_unit, time_unit
 
 MOST_CURVES = 8
 """Curves that are told apart in one drawing."""
@@ -44,6 +44,22 @@ def scale_of(values: Iterable[float | None], *, span: float = 10) -> Scale:
     """Return a logarithmic scale where values are further apart than a factor, and all above 0."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return "log" if known and min(known) > 0 and max(known) > span * min(known) else "linear"
+
+
+def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
+    """Return whether costs are more than the node-hours that stand beside them."""
+    return not all(is_cost_in_node_hours(row.cost, row.all_node_hours, currency) for row in rows)
+
+
+def note_words(names: Sequence[str]) -> str:
+    """Return the caveats of a configuration as the words of a cell."""
+    return ", ".join(name.replace("_above_110", " above 110 %").replace("_", " ") for name in names)
+
+
+def notes_explained(rows: Iterable[Sequence[str]]) -> str:
+    """Return what the caveats of some rows mean, as the end of a caption; empty where there are none."""
+    kinds = {caveat_kind(name) for names in rows for name in names}
+    return "".join(f" {note_words([name]).capitalize()}: {words}." for name, words in CAVEATS.items() if name in kinds)
 
 
 def sentence(words: str) -> str:

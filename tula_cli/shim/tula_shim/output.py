@@ -18,9 +18,9 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
         content: what goes into it.
         durable: wait until it is on the disk. A heartbeat need not.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8") as file:
+    with open(draft, "w", encoding="utf-8", opener=_private) as file:
         file.write(json.dumps(_finite(content), allow_nan=False))
         if durable:
             file.flush()
@@ -30,9 +30,14 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Add a line to a JSONL file; a process that is killed meanwhile leaves half of it, which readers leave out."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8", opener=_private) as file:
         file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that is for this user alone where it is made."""
+    return os.open(path, flags, 0o600)
 
 
 def _finite(value: Any) -> Any:

@@ -14,7 +14,7 @@ from tula_cli.cluster.slurm.accounting.allocations import Node, allocation, lice
 from tula_cli.cluster.slurm.command import call
 from tula_cli.errors import SchedulerError, SpecError, TulaError
 from tula_cli.models.bill.tres import billing, parse_flags, parse_weights
-from tula_cli.run.files import make_private_folder, read_record, write_record
+from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.records.base import Record
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill
@@ -79,7 +79,7 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
         return found if known is None else _as_of(known, unsure)
     if path is not None:
         with contextlib.suppress(TulaError, OSError):  # another user's folder, a full disk: it is asked again
-            make_private_folder(path.parent)
+            make_folder(path.parent)
             path.parent.chmod(0o700)  # an older tula made it by the umask
             write_record(path, KeptBill(bill=found, asked_at=now))
     return found

@@ -2,11 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
 from tula_cli.services.reporting.document import Cell, Column, Fact, Section, Table
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.units import of_bytes, of_hours, on, sentence, times
-from tula_cli.words import configuration, duration, number, time_unit
+from tula_cli.services.reporting.units import (
+    is_priced,
+    note_words,
+    notes_explained,
+    of_bytes,
+    of_hours,
+    on,
+    sentence,
+    times,
+)
+from tula_cli.words import configuration, duration, interval_of_hours, number, time_unit
 
 KEY, TITLE = "choice", "What was chosen"
 
@@ -34,9 +43,7 @@ def section(seen: Material) -> Section:
 
 
 def _time(row: Prediction) -> str:
-    if row.hours_low is None or row.hours_high is None:
-        return duration(3600 * row.hours)
-    return f"{duration(3600 * row.hours)} ({duration(3600 * row.hours_low)} to {duration(3600 * row.hours_high)})"
+    return f"{duration(3600 * row.hours)}{interval_of_hours(row.hours_low, row.hours_high)}"
 
 
 def _beside(seen: Material, words: Recommendation) -> Iterator[str]:
@@ -44,10 +51,9 @@ def _beside(seen: Material, words: Recommendation) -> Iterator[str]:
     progress, there, fallback = words.choice.same_progress, words.other_market, words.fallback
     accuracy = words.accuracy if seen.answer is None else seen.answer.recommendation.accuracy or words.accuracy
     if progress is not None:
-        span = f"{duration(3600 * progress.hours_low)} to {duration(3600 * progress.hours_high)}"
         yield (
             f"To the progress of the small batch: {number(progress.epochs)} epochs, {duration(3600 * progress.hours)}"
-            f" ({span}), {number(progress.cost)} {words.currency}."
+            f"{interval_of_hours(progress.hours_low, progress.hours_high)}, {number(progress.cost)} {words.currency}."
         )
     if there is not None:
         market = "on spot nodes" if there.market == "spot" else "on demand"
@@ -81,21 +87,25 @@ def _possible(rows: Sequence[Prediction], choice: Prediction, currency: str) -> 
     """Return the table of configurations, fastest first."""
     to_unit, unit = of_hours(row.hours for row in rows)
     to_size, size = of_bytes(row.peak_memory for row in rows)
+    caveats = Caveats.among(rows, choice)
+    notes = [caveats.of(row) for row in rows]
     typed, spot = any(row.type for row in rows), any(row.market == "spot" for row in rows)
-    energy = any(row.kwh is not None for row in rows)
+    energy, priced = any(row.kwh is not None for row in rows), is_priced(rows, currency)
     columns = [Column("nodes"), *([Column("type", align="left")] if typed else []), Column("batch"), Column("local batch"),
                Column("step", "ms", digits=3), Column("time", unit, digits=3), Column("from", unit, digits=3),
-               Column("to", unit, digits=3), Column("node-hours", digits=3), Column("cost", currency, digits=3),
+               Column("to", unit, digits=3), Column("node-hours", digits=3),
+               *([Column("cost", currency, digits=3)] if priced else []),
                *([Column("energy", "kWh", digits=3)] if energy else []), Column("memory of a GPU", size, digits=3),
                Column("free", "%", digits=3), *([Column("market", align="left")] if spot else []),
-               Column("basis", align="left")]  # fmt: skip
+               Column("basis", align="left"), *([Column("note", align="left")] if any(notes) else [])]  # fmt: skip
 
     def cells(row: Prediction) -> tuple[Cell, ...]:
         return (
             row.nodes, *([row.type] if typed else []), row.batch, row.local_batch,
             1000 * row.step_time, row.hours * to_unit, times(row.hours_low, to_unit), times(row.hours_high, to_unit),
-            row.all_node_hours, row.cost, *([row.kwh] if energy else []), times(row.peak_memory, to_size),
+            row.all_node_hours, *([row.cost] if priced else []), *([row.kwh] if energy else []), times(row.peak_memory, to_size),
             times(row.headroom, 100), *([row.market.replace("_", " ")] if spot else []), basis(row),
+            *([note_words(caveats.of(row))] if any(notes) else []),
         )  # fmt: skip
 
     place = (choice.type, choice.nodes, choice.batch, choice.market)
@@ -108,8 +118,9 @@ def _possible(rows: Sequence[Prediction], choice: Prediction, currency: str) -> 
         "Configurations",
         tuple(columns),
         tuple(map(cells, rows)),
-        "Time, node-hours and cost are those of the whole training; from and to are the ends of the 90 % interval of the time."
-        " Marked besides the choice: nothing is faster and as cheap, or as fast and cheaper.",
+        f"{'Time, node-hours and cost' if priced else 'Time and node-hours'} are those of the whole training; from and to are"
+        " the ends of the 90 % interval of the time."
+        f" Marked besides the choice: nothing is faster and as cheap, or as fast and cheaper.{notes_explained(notes)}",
         tuple(marks),
     )
 

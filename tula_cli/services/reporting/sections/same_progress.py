@@ -6,13 +6,13 @@ from typing import Any
 
 from tula_cli.models.choice.objective import envelope
 from tula_cli.models.efficiency import Noise
-from tula_cli.run.records.recommendations import Prediction, SameProgress
+from tula_cli.run.records.recommendations import Caveats, Prediction, SameProgress
 from tula_cli.services.recommendation.measured import noise_of
-from tula_cli.services.reporting.document import Column, Fact, Figure, Mark, Section, Series, Table
+from tula_cli.services.reporting.document import Cell, Column, Fact, Figure, Mark, Section, Series, Table
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.training_look import value_of
-from tula_cli.services.reporting.units import chosen_mark, of_hours, sentence
-from tula_cli.words import number
+from tula_cli.services.reporting.units import chosen_mark, note_words, notes_explained, of_hours, sentence
+from tula_cli.words import is_too_wide, number
 
 KEY, TITLE = "same_progress", "Gradient noise and the same progress"
 
@@ -83,20 +83,30 @@ def _progress(row: Prediction) -> SameProgress:
     return row.same_progress
 
 
+def _caveats(seen: Material, row: Prediction) -> list[str]:
+    """Return what the figures of a batch on the way to the same progress leave open."""
+    names = [] if seen.choice is None else Caveats.among([row], seen.choice).of(row)
+    wide = is_too_wide(_progress(row).hours_low, _progress(row).hours_high)
+    return [*["wide_interval"] * wide, *(name for name in names if name == "progress_within_noise")]
+
+
 def _table(seen: Material, rows: Sequence[Prediction]) -> Iterator[Table]:
     if not rows:
         return
     to_unit, unit = of_hours([*(_progress(row).hours for row in rows), *(row.hours for row in rows)])
+    notes = [_caveats(seen, row) for row in rows]
     columns = (Column("batch"), Column("nodes"), Column("epochs", digits=3), Column("from", digits=3), Column("to", digits=3),
                Column("time to the same progress", unit, digits=3), Column("from", unit, digits=3), Column("to", unit, digits=3),
-               Column("cost", seen.currency, digits=3), Column("time for the job's epochs", unit, digits=3))  # fmt: skip
+               Column("cost", seen.currency, digits=3), Column("time for the job's epochs", unit, digits=3),
+               *([Column("note", align="left")] if any(notes) else []))  # fmt: skip
     found = [(row, _progress(row)) for row in rows]
-    cells = tuple(
+    cells: tuple[tuple[Cell, ...], ...] = tuple(
         (row.batch, row.nodes, own.epochs, own.epochs_low, own.epochs_high, own.hours * to_unit, own.hours_low * to_unit,
-         own.hours_high * to_unit, own.cost, row.hours * to_unit)
-        for row, own in found
+         own.hours_high * to_unit, own.cost, row.hours * to_unit,
+         *([note_words(names)] if any(notes) else []))
+        for (row, own), names in zip(found, notes, strict=True)
     )  # fmt: skip
-    caption = f"The best configuration of each batch to the progress of the job's epochs at batch {seen.spec.train.reference_batch}; from and to are a 90 % interval."
+    caption = f"The best configuration of each batch to the progress of the job's epochs at batch {seen.spec.train.reference_batch}; from and to are a 90 % interval.{notes_explained(notes)}"
     marks = tuple("chosen" if seen.choice is not None and row == seen.choice else "" for row in rows)
     yield Table("same_progress", "Time to the same progress", columns, cells, caption, marks)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.models.choice.grid import Config
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Prediction
 from tula_cli.services.reporting.document import Column, Figure, Mark, Section, Series, Table
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.sections.chosen import basis
-from tula_cli.services.reporting.units import chosen_mark, of_hours, times
-from tula_cli.words import plural
+from tula_cli.services.reporting.units import chosen_mark, is_priced, note_words, notes_explained, of_hours, times
+from tula_cli.words import is_too_wide, plural
 
 KEY, TITLE = "scaling", "Scaling"
 
@@ -99,27 +99,33 @@ def section(seen: Material) -> Section:
     return Section(KEY, TITLE, tuple(text), tables=tables, figures=figures)
 
 
-HIGHEST_EFFICIENCY = 1.1
-"""What caches and noise may add to ideal scaling; above, a measurement is at fault."""
+def _caveats(point: ScalingPoint) -> list[str]:
+    """Return what the figures of a point leave open."""
+    names = ["wide_interval"] * is_too_wide(point.row.step_low, point.row.step_high)
+    return [*names, *["efficiency_above_110"] * (point.efficiency > HIGHEST_EFFICIENCY)]
 
 
 def table(found: Study, key: str, title: str, choice: Prediction, currency: str) -> Table:
     """Return a study as a table, one row a number of nodes."""
     to_unit, unit = of_hours(point.row.hours for point in found.points)
+    notes = [_caveats(point) for point in found.points]
+    priced = is_priced([point.row for point in found.points], currency)
     columns = (Column("nodes"), Column("GPUs"), Column("batch"), Column("local batch"), Column("step", "ms", digits=3),
                Column("from", "ms", digits=3), Column("to", "ms", digits=3), Column("samples/s", digits=4),
                Column("speed-up", digits=3), Column("efficiency", "%", digits=3), Column("time", unit, digits=3),
-               Column("node-hours", digits=3), Column("cost", currency, digits=3), Column("basis", align="left"))  # fmt: skip
+               Column("node-hours", digits=3), *([Column("cost", currency, digits=3)] if priced else []),
+               Column("basis", align="left"), *([Column("note", align="left")] if any(notes) else []))  # fmt: skip
     rows = tuple(
         (point.row.nodes, point.gpus, point.row.batch, point.row.local_batch, 1000 * point.row.step_time,
          times(point.row.step_low, 1000), times(point.row.step_high, 1000), point.samples, point.speedup,
-         100 * point.efficiency, point.row.hours * to_unit, point.row.all_node_hours, point.row.cost, basis(point.row))
+         100 * point.efficiency, point.row.hours * to_unit, point.row.all_node_hours,
+         *([point.row.cost] if priced else []), basis(point.row), *([note_words(_caveats(point))] if any(notes) else []))
         for point in found.points
     )  # fmt: skip
     fewest = plural(found.points[0].row.nodes) if found.points else "the fewest nodes"
     caption = (
-        f"Speed-up and efficiency are against {fewest}; from and to are the ends of the 90 % interval of the step time; time,"
-        " node-hours and cost are those of the whole training."
+        f"Speed-up and efficiency are against {fewest}; from and to are the ends of the 90 % interval of the step time; "
+        f"{'time, node-hours and cost' if priced else 'time and node-hours'} are those of the whole training.{notes_explained(notes)}"
     )
     at = (choice.nodes, choice.batch)
     marks = tuple("chosen" if (point.row.nodes, point.row.batch) == at else "" for point in found.points)

@@ -374,7 +374,14 @@ def test_sizes_grow_with_every_power_of_the_batch():
     assert recording.sizes_at(10, small_batch=6) == [numbers, 120, 4 * 36, 40]
 
 
-@pytest.mark.parametrize(("name", "size"), [("resnet50", 224), ("vgg11", 224), ("mobilenet_v3_large", 224)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param("resnet50", 224, marks=pytest.mark.proof),
+        ("vgg11", 224),
+        pytest.param("mobilenet_v3_large", 224, marks=pytest.mark.proof),
+    ],
+)
 def test_activation_checkpointing_lowers_the_peak(name, size):
     batch = 64
     plain, recomputed = (
@@ -465,8 +472,8 @@ CASES = {
 }
 
 
-SHORT = ("small_cnn", "ags")
-"""The cases of `make test`; each group is one process."""
+SHORT = ("ags",)
+"""The case of `make test`; each group is one process."""
 
 
 @functools.cache

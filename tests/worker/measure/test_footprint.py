@@ -280,7 +280,9 @@ def test_adam_takes_all_tensors_at_once_on_a_gpu():
 
 
 def test_autocast_keeps_layer_norms_wide_on_a_gpu():
-    job = spec("vit_b_16", precision="bf16")
+    blocks = {"image_size": 224, "patch_size": 16, "num_layers": 2, "num_heads": 12, "hidden_dim": 768, "mlp_dim": 3072}
+    model = Model(name="torchvision.models:VisionTransformer", args=blocks)
+    job = spec(precision="bf16").model_copy(update={"model": model})
     cpu, gpu = (measure_(job, 8, shape=(3, 224, 224)).activations for measure_ in (measure, on_gpu))
     assert gpu > 1.02 * cpu
 

@@ -27,7 +27,7 @@ def run(*command: str, folder: Path | None = None, **environ: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("start", [pytest.param((), marks=pytest.mark.proof), TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("start", [(), pytest.param(TORCHRUN, marks=pytest.mark.proof)], ids=["alone", "torchrun"])
 def test_own_loop_trains_with_ags(start: tuple[str, ...]) -> None:
     shown = run(*start, OWN_LOOP, "--preset", "robust", "--epochs", "10")
     accuracy, scaled = re.search(r"robust: ([\d.]+) %", shown), re.search(r"epoch 10: 100% .* by ([\d.]+)", shown)

@@ -9,7 +9,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 import proof
 from other_torch import EXTRAS, lists, lowest
-from proof import PARTS, Part, chosen, minutes, own_seed, passes, tree_hash
+from proof import PARTS, Part, chosen, failing, minutes, own_seed, passes, planned, tree_hash
 
 TREES = [f"{number:040x}" for number in range(200)]
 
@@ -19,9 +19,36 @@ def file_of(part: Part) -> str:
     return next(word for word in part.command if word.endswith(".py"))
 
 
-def test_without_a_budget_everything_runs_within_78_minutes() -> None:
+def test_without_a_budget_everything_runs_within_an_hour() -> None:
     assert chosen(PARTS, TREES[0], None) == list(PARTS)
-    assert sum(part.minutes for part in PARTS) <= 78
+    assert planned(PARTS) <= 60
+
+
+def test_two_parts_run_at_a_time_and_what_measures_times_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part ends well where as many parts have begun as it is told, and no more begin while it runs."""
+    monkeypatch.setattr(proof, "AT_A_TIME", 2)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    wait = """
+import pathlib, sys, time
+folder, name, count = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+(folder / name).touch()
+deadline = time.monotonic() + 10
+while len(list(folder.iterdir())) < count and time.monotonic() < deadline:
+    time.sleep(0.01)
+time.sleep(0.2)
+print("done")
+sys.exit(len(list(folder.iterdir())) != count)
+"""
+
+    def part(name: str, count: int, *, alone: bool = False) -> Part:
+        return Part(name, 1.0, ("-c", wait, str(begun), name, str(count)), alone)
+
+    parts = [part("last", 4, alone=True), part("one", 2), part("other", 2), part("first alone", 3, alone=True)]
+    assert [failed.name for failed in failing([*parts[1:], parts[0]], tmp_path, 0)] == []
+    assert [failed.name for failed in failing([part("wrong", 4)], tmp_path, 0)] == ["wrong"]
 
 
 def test_a_budget_is_kept_and_every_part_that_fits_it_has_its_turn() -> None:

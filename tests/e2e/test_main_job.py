@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driver import weights_differ
+from driver import waiting, weights_differ
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tula_cli
@@ -184,30 +184,53 @@ def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
     "it is killed, or the connection to it is lost",
     "the job goes on; the same command attaches to it",
 )
-def test_a_killed_command_line_loses_nothing_also_in_a_checkout_of_tula(tula) -> None:
-    package = Path(tula_cli.__file__).parent
-    shutil.copytree(package, tula.folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=8")
-    tula.until(tula.epochs_done)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=8")["data"]
-    assert summary["attempts"] == 1, "the job went on without its command line"
-    assert summary["causes"] == []
-
-
 @pytest.mark.promise(
     "the command line", "Ctrl-C is pressed while it waits", "the job goes on, and how to end it is told"
 )
-def test_ctrl_c_leaves_the_job_alive_and_says_so(tula) -> None:
-    process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")
+@pytest.mark.promise(
+    "the command line",
+    "`tula cancel` ends a training",
+    "it stays ended until the same command goes on where its newest checkpoint stands",
+)
+def test_a_command_line_that_is_interrupted_or_killed_ends_no_job_and_cancel_does_also_in_a_checkout_of_tula(
+    tula,
+) -> None:
+    package = Path(tula_cli.__file__).parent
+    shutil.copytree(package, tula.folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *waiting(tula, 20, pause=0.02))
+    process = tula.start(*command)
     tula.until(tula.epochs_done)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
     _, told = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "tula cancel" in told
-    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")["data"]
-    assert summary["attempts"] == 1
+
+    process = attached(tula, *command)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = tula.epochs_done()
+    tula.until(lambda: tula.epochs_done() > done)
+
+    process = attached(tula, *command)
+    cancelled = tula("cancel")
+    assert len(cancelled["data"]["cancelled"]) == 1
+    process.communicate(timeout=60)
+    assert process.returncode == 6
+    assert tula("status")["status"] == "done"
+    (attempt,) = tula.run().attempts()
+    assert attempt.outcome == "cancelled", "it went on without its command lines"
+    summary = tula(*command)["data"]
+    assert summary["attempts"] == 2
+    assert tula.run().attempts()[1].samples, "from a checkpoint"
+
+
+def attached(tula, *command: str):
+    """Start a command and return it once it waits for the job, which runs already."""
+    process = tula.start(*command)
+    for line in process.stderr:
+        if ": running" in line:
+            return process
+    raise AssertionError(process.communicate())
 
 
 @pytest.mark.promise(
@@ -269,24 +292,6 @@ def test_the_users_own_error_is_told_with_its_words(tula) -> None:
     )
     answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "model={name: 'mine:Net'}", code=6)
     assert "the user is tired of it" in answer["error"]["message"]
-
-
-@pytest.mark.promise(
-    "the command line",
-    "`tula cancel` ends a training",
-    "it stays ended until the same command goes on where its newest checkpoint stands",
-)
-def test_cancel_ends_the_job_and_the_same_command_goes_on(tula) -> None:
-    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=40")
-    process = tula.start(*command)
-    tula.until(tula.epochs_done)
-    cancelled = tula("cancel")
-    assert len(cancelled["data"]["cancelled"]) == 1
-    process.communicate(timeout=60)
-    assert process.returncode == 6
-    assert tula("status")["status"] == "done"
-    summary = tula(*command)["data"]
-    assert summary["attempts"] == 2
 
 
 @pytest.mark.promise(

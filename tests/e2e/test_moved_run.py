@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from driver import waiting
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.torch]
     "the job ends and says so, nothing grows at the old place, and the same command goes on at the new one",
 )
 def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_it_is(tula) -> None:
-    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")
+    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", *waiting(tula, 14, pause=0.02))
     process = tula.start(*command)
     tula.until(tula.epochs_done)
     run, signature = tula.run(), tula.task().signature

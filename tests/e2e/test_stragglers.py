@@ -26,7 +26,13 @@ def job(**slow: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("slow", "does"), [({"model": "compute"}, "computes"), ({"dataset": "data"}, "gets its data")])
+@pytest.mark.parametrize(
+    ("slow", "does"),
+    [
+        ({"model": "compute"}, "computes"),
+        pytest.param({"dataset": "data"}, "gets its data", marks=pytest.mark.proof),
+    ],
+)
 def test_a_slow_rank_is_named_with_what_is_slow_in_it(tula, slow: dict[str, str], does: str) -> None:
     (tula.folder / "job.yaml").write_text(yaml.safe_dump(job(**slow)))
     shutil.copy(HELPERS / "slow_jobs.py", tula.folder)

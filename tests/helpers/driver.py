@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,14 +24,19 @@ def hears_ctrl_c() -> None:
 
 
 def weights_differ(one: Path, other: Path) -> bool:
-    """Return whether two checkpoints' weights differ in a single bit; torch stays out of this process."""
-    code = """
-import sys, torch
-one, other = (torch.load(path, weights_only=True)["model"] for path in sys.argv[1:])
-assert one.keys() == other.keys()
-sys.exit(any(not torch.equal(one[key], other[key]) for key in one))
-"""
-    return bool(subprocess.run([sys.executable, "-c", code, str(one), str(other)], check=False).returncode)
+    """Return whether two checkpoints' weights differ in a single bit."""
+    import torch  # beside other tests this process has imported it already
+
+    first, second = (torch.load(path, weights_only=True)["model"] for path in (one, other))
+    assert first.keys() == second.keys()
+    return any(not torch.equal(first[key], second[key]) for key in first)
+
+
+def waiting(tula: "Tula", epochs: int, *, pause: float = 0.05) -> tuple[str, ...]:
+    """Return options for a training of so many epochs whose forward passes take a pause (seconds) and no core."""
+    shutil.copy(Path(__file__).with_name("emulated.py"), tula.folder)
+    model = f"model={{name: 'emulated:Waiting', args: {{pause: {pause}}}}}"
+    return "--set", model, "--set", f"train.epochs={epochs}"
 
 
 class Tula:

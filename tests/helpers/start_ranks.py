@@ -5,12 +5,14 @@
 What rank r prints goes to FOLDER/r.err. Exits with 1 where a rank failed.
 """
 
+import gc
 import importlib
 import os
 import runpy
 import socket
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 from tula_cli.host.processes import die_with_parent
@@ -47,29 +49,42 @@ def errors(folder: Path, world: int) -> str:
     return "\n".join(f"rank {path.stem}:\n{path.read_text()[-3000:]}" for path in paths)
 
 
-def _become(rank: int, script: str, folder: str) -> None:
+def _become(rank: int, script: str, folder: str) -> int:
+    """Run the script as one rank; return its exit code."""
     die_with_parent()
     with open(Path(folder, f"{rank}.err"), "wb", buffering=0) as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     sys.argv = [script, folder]
-    sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return int(bool(end.code))
+    except Exception:  # noqa: BLE001 - as at the end of any program
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def main() -> int:
     world, script, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    for name in MODULES:
+    sys.path[0] = str(Path(script).parent)
+    for name in (*MODULES, Path(script).stem):  # the last one for what the script itself imports
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # torch's million objects, which every measurement of memory would go through otherwise
     ranks = []
     for rank in range(world):
         if (pid := os.fork()) == 0:
-            _become(rank, script, folder)
-            return 0
+            return _become(rank, script, folder)
         ranks.append(pid)
-    return int(any(os.waitpid(pid, 0)[1] for pid in ranks))
+    statuses = [os.waitpid(pid, 0)[1] for pid in ranks]
+    return int(any(statuses))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # to take torch down in order costs a second of each rank

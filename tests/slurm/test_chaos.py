@@ -49,28 +49,27 @@ def ended(tula: Tula, *outcomes: str, epochs: int = EPOCHS) -> None:
     "an administrator suspends the job and resumes it",
     "meanwhile it is told as suspended and no rank counts as hung; then the same processes go on",
 )
-def test_a_suspended_training_goes_on_where_it_stood(tula: Tula, moment: random.Random) -> None:
-    begin(tula, moment)
-    link = job(tula).links[0]
-    scontrol("suspend", link)
-    (told,) = tula("status")["data"]["jobs"]
-    assert told["state"] == "suspended" and f"scontrol resume {link}" in told["reason"]
-    time.sleep(moment.uniform(2.0, 4.0))
-    scontrol("resume", link)
-    ended(tula)
-
-
 @pytest.mark.promise(
     "the scheduler",
     "a job of the chain is cancelled while it waits",
     "the next one waits all the same: SLURM starts one of their name at a time",
 )
-def test_the_end_of_a_waiting_link_starts_none_beside_one_that_runs(
+@pytest.mark.promise(
+    "a node", "it is drained under a job", "the job goes on there to its end, and no later job starts on it"
+)
+def test_a_training_goes_on_drained_suspended_and_with_a_waiting_link_cancelled(
     tula: Tula, on_slurm: SlurmCluster, moment: random.Random
 ) -> None:
     begin(tula, moment, "--set", "cluster.gpus_per_node=2")
     first, second, *_ = job(tula).links
+    scontrol("update", f"NodeName={moment.choice(nodes_of(tula))}", "State=DRAIN", "Reason=test")
     subprocess.run(["scancel", second], check=True)
+    scontrol("suspend", first)
+    (status,) = tula("status")["data"]["jobs"]
+    assert status["state"] == "suspended" and f"scontrol resume {first}" in status["reason"]
+    time.sleep(moment.uniform(2.0, 4.0))
+    assert "RUNNING" not in queue()
+    scontrol("resume", first)
     until = time.monotonic() + 4.0
     while time.monotonic() < until and not finished(tula):
         assert queue().count("RUNNING") <= 1
@@ -111,16 +110,6 @@ def test_a_training_outlives_controller_and_database(tula: Tula, on_slurm: Slurm
     ended(tula, epochs=LONG)
     assert job(tula).submissions == 1
     tula.until(lambda: not queue(), seconds=60)
-
-
-@pytest.mark.promise(
-    "a node", "it is drained under a job", "the job goes on there to its end, and no later job starts on it"
-)
-def test_a_training_goes_on_on_a_drained_node(tula: Tula, moment: random.Random) -> None:
-    begin(tula, moment)
-    victim = moment.choice(nodes_of(tula))
-    scontrol("update", f"NodeName={victim}", "State=DRAIN", "Reason=test")
-    ended(tula)
 
 
 @pytest.mark.proof

@@ -31,6 +31,8 @@ def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
     options = (*TWO, *waiting(tula, EPOCHS), "--set", "train.max_attempts=40")
     killing = f"{tula.folder}/tula-runs|{marks}|{seed}|{KILLS}"
     setup = f"cluster.slurm.setup=['export PYTHONPATH={KILLING}', 'export KILLING=\"{killing}\"']"
+    undisturbed = tula.folder / "undisturbed"
+    submit(tula, *options, "--run-dir", str(undisturbed))  # beside the other, on two nodes that nobody needs
     submit(tula, *options, "--set", setup)
     tula.until(lambda: finished(tula), seconds=480)
     kills = [mark.read_text() for mark in sorted(marks.iterdir())]
@@ -40,8 +42,6 @@ def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
     calls = collections.Counter(kill.split()[1] for kill in kills)
     assert len(calls) > 1, "at calls of several kinds"
     disturbed = newest(tula.run())
-    undisturbed = tula.folder / "undisturbed"
-    tula("train", "job.yaml", *options, "--run-dir", str(undisturbed))
     run = RunDir.newest(undisturbed)
     tula.until(lambda: run.training(run.train_signatures()[0]).summary())
     assert not weights_differ(disturbed, newest(run))

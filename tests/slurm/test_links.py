@@ -83,7 +83,7 @@ def recommended(tula: Tula) -> Recommendation:
 
 def trained(tula: Tula) -> Summary:
     """Train some epochs as recommended."""
-    tula("train", "--set", "train.epochs=3")
+    tula("train", "--set", "train.epochs=2")
     run = tula.run()
     found: list[Summary] = tula.until(
         lambda: [s for name in run.train_signatures() if (s := run.training(name).summary())]

@@ -2,14 +2,12 @@
 
 import itertools
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
-import emulated
 import pytest
 from cluster import SlurmCluster
-from driver import PATIENCE, Tula
+from driver import PATIENCE, Tula, waiting
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
@@ -19,6 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 SAMPLES = 1437 // 128 * 128  # of an epoch at batch 128
 ONE, TWO = (("--nodes", nodes, "--batch", "128") for nodes in ("1", "2"))
 PASSES = 14  # of an epoch: 11 steps and the batches of the evaluation
+FEW_NODES = pytest.mark.parametrize("nodes", [ONE, pytest.param(TWO, marks=pytest.mark.proof)], ids=["one", "two"])
+"""Each node of a job imports torch for itself: most of what a short job costs."""
 
 
 def story(tula: Tula) -> list[tuple[str | None, str]]:
@@ -75,13 +75,6 @@ def nodes_of(tula: Tula) -> list[str]:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
 
 
-def waiting(tula: Tula, epochs: int, *, pause: float = 0.05) -> tuple[str, ...]:
-    """Return options for so many epochs of PASSES pauses (seconds) in which the machine is free for others."""
-    shutil.copy(emulated.__file__, tula.folder)
-    model = f"model={{name: 'emulated:Waiting', args: {{pause: {pause}}}}}"
-    return "--set", model, "--set", f"train.epochs={epochs}"
-
-
 def submit(tula: Tula, *options: str) -> None:
     answer = tula("train", "job.yaml", *options)
     assert answer["status"] == "pending"
@@ -94,7 +87,7 @@ def submit(tula: Tula, *options: str) -> None:
 )
 def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
     # 56 s of pauses at least, of which a minute's allocation has room for less than 50.
-    submit(tula, *TWO, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.slurm.minutes=1")
+    submit(tula, *ONE, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.slurm.minutes=1")
     tula.until(lambda: finished(tula), seconds=600)
     outcomes = [outcome for outcome, _ in story(tula)]
     assert outcomes[-1] == "done"
@@ -158,7 +151,8 @@ def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster
     "a GPU of it is faulty (ECC, XID, fallen off the bus)",
     "the node is named, and excluded from the jobs that follow",
 )
-def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula) -> None:
+@FEW_NODES
+def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula, nodes: tuple[str, ...]) -> None:
     (tula.folder / "ecc.py").write_text(
         "import os, pathlib, torch\n"
         "class Net(torch.nn.Module):\n"
@@ -167,13 +161,13 @@ def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula) -> 
         "        self.layer = torch.nn.Linear(64, num_classes)\n"
         "    def forward(self, x):\n"
         "        faulty, node = pathlib.Path('faulty'), os.environ.get('SLURMD_NODENAME', '')\n"
-        "        if os.environ.get('RANK') == '1' and not faulty.exists():\n"
+        f"        if os.environ.get('RANK') == '{int(nodes == TWO)}' and not faulty.exists():\n"
         "            faulty.write_text(node)\n"
         "        if faulty.exists() and faulty.read_text() == node:\n"
         "            raise RuntimeError('CUDA error: uncorrectable ECC error encountered')\n"
         "        return self.layer(x.flatten(1))\n"
     )
-    submit(tula, *TWO, "--set", "model={name: 'ecc:Net'}", "--set", "train.epochs=2")
+    submit(tula, *nodes, "--set", "model={name: 'ecc:Net'}", "--set", "train.epochs=2")
     tula.until(lambda: finished(tula))
     faulty = (tula.folder / "faulty").read_text()
     assert [outcome for outcome, _ in story(tula)] == ["device_fault", "done"]
@@ -211,7 +205,8 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
     "the kernel kills a rank for memory",
     "that is told as such; on CPUs smaller micro-batches of the same batch follow",
 )
-def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tula) -> None:
+@FEW_NODES
+def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tula, nodes: tuple[str, ...]) -> None:
     (tula.folder / "hungry.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"
@@ -224,9 +219,11 @@ def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tu
         "        return self.layer(x.flatten(1))\n"
     )
     model = ("--set", "model={name: 'hungry:Net'}", "--set", "cluster.slurm.memory=900M")
-    summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "256", *model, "--wait")["data"]
-    assert summary["start_batch"] == summary["batch"] == 256
-    assert summary["causes"] == ["out of memory at batch 256: micro-batch 64 x 2 now"]
+    batch = 128 if nodes == ONE else 256
+    command = ("train", "job.yaml", *nodes[:2], "--batch", str(batch), *model, "--wait")
+    summary = tula(*command)["data"]
+    assert summary["start_batch"] == summary["batch"] == batch
+    assert summary["causes"] == [f"out of memory at batch {batch}: micro-batch 64 x 2 now"]
     assert attempts(tula)[0].message == "the kernel killed a process for memory"
     assert job(tula).submissions == 1
 
@@ -272,11 +269,7 @@ def test_packed_probes_share_one_allocation(tula: Tula) -> None:
     assert len({attempt.allocation for attempt in run.attempts()}) == 1
 
 
-@pytest.mark.promise(
-    "the run directory",
-    "the nodes do not see it",
-    "the job waits for it some minutes, and that and the folder are the reason that is told",
-)
+@pytest.mark.proof  # test_submission has the same without a command line
 def test_a_run_directory_that_the_nodes_do_not_see_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
     folder = on_slurm.local / "runs"
     submitted = tula("train", "job.yaml", *TWO, "--run-dir", str(folder))

@@ -79,6 +79,7 @@ def on_cluster(folder: Path, job: str, *files: Path) -> Tula:
     return Tula(folder, job)
 
 
+@pytest.mark.proof  # with a command from sbatch below
 def test_a_command_a_node_starts_the_ranks_of_all(tmp_path: Path, on_slurm: SlurmCluster) -> None:
     tula = on_cluster(tmp_path, TORCHRUN, ROOT / "tests" / "scripts" / "plain_ddp.py")
     tula("profile", "job.yaml", "--wait")
@@ -164,7 +165,9 @@ def test_a_script_of_sbatch_becomes_a_job_that_profiles(tmp_path: Path, on_slurm
     tula("profile", "job.yaml", "--wait", "--yes", "--set=cluster.device=cpu", *settings)
     (result,) = tula.run().results()
     assert isinstance(result, Measured), result
-    assert (result.nodes, result.batch, result.environment.hosts) == (2, 32, tuple(on_slurm.names[:2]))
+    assert (result.nodes, result.batch, result.dataset_size) == (2, 32, 320)
+    assert result.environment.hosts == tuple(on_slurm.names[:2]) and result.environment.backend == "gloo"
+    assert result.sync_time and result.gradients is not None
 
 
 FAILING = f"""

@@ -96,6 +96,11 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
     assert scheduler.ask([bystander])[bystander].state == "pending"
 
 
+@pytest.mark.promise(
+    "the run directory",
+    "the nodes do not see it",
+    "the job waits for it some minutes, and that and the folder are the reason that is told",
+)
 def test_a_folder_that_the_nodes_do_not_see_is_told(on_slurm: SlurmCluster) -> None:
     hidden = RunDir.create(on_slurm.local / "tula-runs", make.spec(cluster=cluster("main")))
     launcher, job = SlurmLauncher(), submitted(hidden, "main")

@@ -83,7 +83,7 @@ def test_ranks_that_are_dealt_to_the_nodes_in_turns_have_a_log_each(tula: Tula, 
 
 def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm: SlurmCluster) -> None:
     process = tula.start(
-        "train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--json", "--set", "train.epochs=20"
+        "train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--json", "--set", "train.epochs=12"
     )
     tula.until(tula.epochs_done)
     victims = subprocess.run(
@@ -99,7 +99,7 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
     assert summary["attempts"] == 2
     result = tula.run().training(summary["signature"]).result()
     assert result is not None
-    assert result.samples == 20 * (1438 // 128) * 128
+    assert result.samples == 12 * (1438 // 128) * 128
     assert tula.run().jobs()[0].submissions == 1
 
 

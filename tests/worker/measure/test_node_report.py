@@ -2,14 +2,15 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import looks_around
 import pytest
 import torch
+from looks_around import AHEAD
+from start_ranks import errors, start_ranks
 from worker_jobs import spec
 
 from tula_cli.run.directory import RunDir
@@ -21,8 +22,6 @@ from tula_cli.worker.measure.node_report import Gpu, RankReport
 from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
-ROOT = Path(__file__).parents[3]
-AHEAD = 5.0  # seconds
 
 VIEW = RankReport(
     host="node1", gpus=(), own="", driver="", torch="2.6", cuda="", nccl="", python="3.11", cpus=4, memory=10**9, shared=10**9,
@@ -41,33 +40,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run directory in which two ranks have looked around."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "images").mkdir()
-    (folder / "ahead").mkdir()
-    shift = f"import time; now = time.time; time.time = lambda: now() + {AHEAD}"
-    (folder / "ahead" / "sitecustomize.py").write_text(shift)
     task = check_task(folder, name="ImageFolder", root="images")
     run = RunDir.create(folder / "runs", task.spec)
     run.write_task(task)
     run.checks.write_token(task.id, folder.name)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = [start(run, task, rank, port, [ROOT, folder / "ahead"][: 1 + rank]) for rank in range(2)]
-    ends = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    (folder / "task").write_text(f"{run.path}\n{task.id}\n")
+    assert start_ranks(looks_around.__file__, folder, world=2), errors(folder, 2)
     return run
-
-
-def start(run: RunDir, task: CheckTask, rank: int, port: int, paths: list[Path]) -> "subprocess.Popen[str]":
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tula_cli.worker", str(run.path), task.id, "1"]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def traced() -> str:
     return found if found and works else ""
 
 
-@pytest.mark.parametrize("method", ["lbt", "ags"])
+@pytest.mark.parametrize("method", [pytest.param("lbt", marks=pytest.mark.proof), "ags"])
 def test_nothing_in_a_step_touches_the_file_system(tmp_path: Path, method: str) -> None:
     trace, tracer = tmp_path / "trace", traced()
     calls = "trace=%file,getdents64,fsync,fdatasync,ftruncate"

@@ -122,7 +122,7 @@ def check_kills(ranks: Ranks, folder: Path, task: TrainTask, *, kills: int, seed
     assert batches[0] == batches[1]
 
 
-@pytest.mark.parametrize("method", ["lrs", "ags"])
+@pytest.mark.parametrize("method", ["lrs", pytest.param("ags", marks=pytest.mark.proof)])
 def test_random_kills_change_no_bit(method: str, alone: Ranks, tmp_path: Path) -> None:
     check_kills(alone, tmp_path, staged(method=method), kills=3, seed=f"quick {method}")
 

@@ -15,9 +15,9 @@ from run_cases import Commands
 
 WEIGHTS = HERE / "weights"
 TOLERANCE = 1e-5
-"""Of weights and metrics under another torch or on another kind of CPU; where both are known they are the same bit for bit."""
+"""Of weights and metrics under another torch or on another model of CPU; where both are known they are equal bit for bit."""
 PROGRAM = """
-import hashlib, json, os, sys, torch
+import hashlib, json, os, re, sys, torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 def read(path):
     if os.path.isdir(path):
@@ -28,8 +28,10 @@ def read(path):
     for name, value in sorted(state.items()):
         digest.update(name.encode() + value.contiguous().numpy().tobytes())
     weights = {name: value.double().flatten().tolist() for name, value in state.items()}
-    key = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    key = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {cpu}"
     return {"key": key, "hash": digest.hexdigest()[:16], "weights": weights}
+fields = dict(re.findall(r"^(cpu family|model|stepping)\\s*: (.*)", open("/proc/cpuinfo").read(), re.M))
+cpu = "CPU " + "-".join(fields.values())  # of the same capability, another model sums in another order
 for line in sys.stdin:
     try:
         answer = read(os.path.realpath(line.strip()))

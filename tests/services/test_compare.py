@@ -247,7 +247,7 @@ def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunD
     grid = Grid(methods=("lbt", "lars", "adascale", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)
     with pytest.raises(SpecError) as error:
         plan(run, grid, adam)
-    assert [problem.path for problem in error.value.problems] == ["lars", "adascale", "ortho", "ags"]
+    assert [problem.path for problem in error.value.problems] == ["lars", "adascale", "ags"]
     scaled = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}})
     plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
     with pytest.raises(SpecError) as error:
@@ -311,7 +311,7 @@ def test_what_the_default_rows_leave_out_is_said_with_the_reason(tmp_path: Path)
     )
     assert words.endswith("--methods names others, of ags, static, auto"), "the others need SGD or more epochs"
     fsdp, _ = default_grid(tmp_path / "2", optimizer={"name": "AdamW"}, train={"method": "lbt", "parallel": "fsdp"})
-    assert "without ramp, which train.parallel" in services_compare.default_rows(fsdp, nodes=1).words
+    assert services_compare.default_rows(fsdp, nodes=1).words.startswith("rows that fit this job: lbt, sqrt, ramp")
 
 
 def test_settings_of_ags_train_nothing_else_again(run: RunDir) -> None:

@@ -367,15 +367,18 @@ def effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
 
 
 def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
-    """Return how the learning rate is scaled; of method ramp Adam's by the root (Malladi et al. 2022)."""
-    by_root = spec.train.facts.ramps and spec.train.lr_scaling == "auto" and spec.optimizer.name in DIVIDING
+    """Return how the learning rate is scaled; of methods ramp and ortho Adam's by the root (Malladi et al. 2022)."""
+    is_adaptive = (
+        spec.script is not None or spec.optimizer.name in DIVIDING
+    )  # what a script has is not known before it starts
+    by_root = spec.train.facts.orthogonalises and spec.train.lr_scaling == "auto" and is_adaptive
     return "sqrt" if by_root else spec.train.lr_rule
 
 
 def beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
-    """Return `optimizer.beta2_half_life`; where nothing is said method ramp keeps that of the reference batch."""
+    """Return `optimizer.beta2_half_life`; by default methods ramp and ortho keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
-    return "auto" if given is None and spec.train.facts.ramps and spec.optimizer.name in WITH_BETA2 else given
+    return "auto" if given is None and spec.train.facts.orthogonalises and spec.optimizer.name in WITH_BETA2 else given
 
 
 def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
@@ -403,6 +406,10 @@ def misfit(spec: JobSpec) -> str:
         return f"takes the place of {' or '.join(facts.replaces)}, not of optimizer.name: {name}"
     if facts.needs_sgd and name != "SGD" and ":" not in name:
         return f"needs optimizer.name: SGD, not {name}"
+    if facts.orthogonalises and not facts.ramps and name == "Muon":
+        return (
+            "orthogonalises the steps of another optimizer, and Muon does so by itself: set train.method: ramp or lbt"
+        )
     if facts.scales and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
         return f"scales gradients, whose magnitude {name} divides by: set ags.apply_to: update"
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:

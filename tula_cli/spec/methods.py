@@ -19,7 +19,7 @@ class Facts:
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate, in batch / reference_batch
     max_lr_factor: float | None = None  # of train.max_lr_factor: auto; None: no limit
     refuses_lr_scaling: Mapping[str, str] = field(default_factory=dict)  # value of train.lr_scaling -> why
-    warmup_epochs: float = 0.0  # where the spec gives none
+    warmup_epochs: float = 0.0  # at most, where the spec gives none
     replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
     needs_sgd: bool = False
     orthogonalises: bool = (

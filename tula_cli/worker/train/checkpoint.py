@@ -304,11 +304,12 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
         trainer.parallel.module.load_state_dict(content["model"])
     except RuntimeError as error:
         raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
-    decays = [group.get("weight_decay") for group in trainer.base.param_groups]
+    # the job's own: an arm (method auto) has others than what it goes on from
+    kept = ("weight_decay", "betas")
+    own: list[dict[str, Any]] = [{k: group[k] for k in kept if k in group} for group in trainer.base.param_groups]
     _load_optimizer(trainer, content["optimizer"])
-    for group, decay in zip(trainer.base.param_groups, decays, strict=True):
-        if decay is not None:  # the job's own: an arm (method auto) has another than what it goes on from
-            group["weight_decay"] = decay
+    for group, settings in zip(trainer.base.param_groups, own, strict=True):
+        group.update(settings)
     _lay_like_parameters(trainer.base)
 
 

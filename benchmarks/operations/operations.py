@@ -9,7 +9,7 @@ neither begins the training nor refreshes factors (but where every step does).
 
 `operations` are what reaches torch's dispatcher, without views and allocations: about the kernels that a GPU is given.
 `kernels` counts a foreach operation as often as it has tensors where CUDA cannot take them all at once, because their
-lists differ in dtype, shape or strides. Both are shown over those of the plain large batch (lbt) in the same precision.
+lists differ in dtype, shape or strides. Both are shown over those of the plain large batch (lbt) in the same precision, of cases with AdamW by lbt with AdamW.
 `waits` are values that the host reads off the device: item(), tolist(), a branch, a copy to the host, an index that depends
 on values. With fp16 there is one, GradScaler's, but for optimizers that take the loss scale into their own kernel. What
 needs a device to be seen (torch.cuda.synchronize, memory that is not pinned) is not counted.
@@ -51,12 +51,13 @@ from tula_cli.worker.train.loop import Trainer
 
 PLAIN = "lbt"
 PRECISIONS = ("fp32", "bf16", "fp16")
-CLIP, UPDATE, TENSOR, ROBUST = "clip", "update", "tensor", "robust"
+CLIP, UPDATE, TENSOR, ROBUST, ADAMW = "clip", "update", "tensor", "robust", "adamw"
 VARIANTS: dict[str, dict[str, Any]] = {
     CLIP: {"train": {"max_grad_norm": 1.0}},
     UPDATE: {"ags": {"apply_to": "update"}},
     TENSOR: {"ags": {"granularity": "tensor"}},
     ROBUST: {"ags": {"preset": "robust"}},
+    ADAMW: {},
 }
 NEVER = 10**9
 MOST_OVERFLOWING = 40  # steps; the loss scale halves in each
@@ -180,6 +181,7 @@ def cases() -> list[str]:
     found = []
     for name, facts in METHODS.items():
         more = [CLIP] + [UPDATE] * facts.scales + [TENSOR, ROBUST] * (facts.scales and facts.refreshes)
+        more += [ADAMW] * (facts.orthogonalises or name == PLAIN)
         found += [name, *(f"{name}, {variant}" for variant in more)]
     return found
 
@@ -187,8 +189,10 @@ def cases() -> list[str]:
 def sections(case: str, *, precision: str, reference_batch: int) -> dict[str, Any]:
     """Return what a case asks of a job: the method, with an optimizer that it takes."""
     method, _, variant = case.partition(", ")
-    sgd = "SGD" in (METHODS[method].replaces or ("SGD",))
-    adam = {"name": "AdamW", "lr": 1e-3, "momentum": None, "weight_decay": 5e-4}
+    sgd = variant != ADAMW and "SGD" in (METHODS[method].replaces or ("SGD",))
+    # fused as on a GPU, where the other kinds read nothing either: on the CPU they read their number of steps
+    fused = {"args": {"fused": True}} if variant == ADAMW else {}
+    adam = {"name": "AdamW", "lr": 1e-3, "momentum": None, "weight_decay": 5e-4, **fused}
     train = {"method": method, "precision": precision, "reference_batch": reference_batch}
     return {
         "optimizer": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4} if sgd else adam,
@@ -281,9 +285,13 @@ def rows(options: argparse.Namespace, me: Ranks) -> Iterator[Row]:
     """Yield the cases that were asked for, of one model and precision after the other."""
     for model, precision in itertools.product(options.models, options.precisions):
         how = {"precision": precision, "batch": options.batch, "image": options.image}
-        plain = count(job(PLAIN, model, **how), me, batch=options.batch)
+        plain_of: dict[str, Seen] = {}
         for case in options.cases:
-            seen = plain if case == PLAIN else count(job(case, model, **how), me, batch=options.batch)
+            plain_case = f"{PLAIN}, {ADAMW}" if case.endswith(ADAMW) else PLAIN
+            if plain_case not in plain_of:
+                plain_of[plain_case] = count(job(plain_case, model, **how), me, batch=options.batch)
+            plain = plain_of[plain_case]
+            seen = plain if case == plain_case else count(job(case, model, **how), me, batch=options.batch)
             operations, kernels = seen.operations.total(), seen.kernels
             yield Row(
                 model=model,

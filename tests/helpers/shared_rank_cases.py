@@ -42,6 +42,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "train": {"method": "ags", "lr_scaling": "linear", "ramp": [{"samples": 48, "batch": 8}]},
         "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12},
     },
+    "ortho": {
+        "optimizer": {"name": "AdamW", "momentum": None, "weight_decay": 0.1, "lr": 0.01},
+        "train": {"method": "ortho", "max_grad_norm": 0.5},
+        "schedule": {"warmup_epochs": 0.5},
+    },
+    "ramp": {"train": {"method": "ramp"}},
+    "muon": {"optimizer": {"name": "Muon", "momentum": None, "lr": 0.01}},
     "recomputed": {"train": {"activation_checkpointing": True}},
     "frozen": {"model": {**BLOCKS, "frozen": ["1.0"]}},
 }

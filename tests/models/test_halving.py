@@ -86,6 +86,21 @@ def test_an_arm_alone_says_what_happens_to_the_learning_rate() -> None:
     assert halving.tuned(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
 
 
+def test_an_arm_may_have_a_linear_schedule_and_a_beta1_of_its_own() -> None:
+    arm = Arm(name="late", method="ramp", decay_from=0.7, beta1=0.8)
+    spec = job(optimizer={"name": "AdamW", "args": {"betas": [0.9, 0.95], "eps": 1e-6}}, schedule={"kind": "cosine"})
+    tuned = halving.tuned(spec, arm)
+    assert (tuned.schedule.kind, tuned.schedule.decay_from) == ("linear", 0.7)
+    assert tuned.optimizer.args == {"betas": [0.8, 0.95], "eps": 1e-6}
+    plain = halving.tuned(job(optimizer={"name": "AdamW"}), arm.model_copy(update={"decay_from": None}))
+    assert plain.optimizer.args == {"betas": [0.8, 0.999]} and plain.schedule.kind == "constant"
+
+
+def test_a_beta1_is_refused_without_adam() -> None:
+    with pytest.raises(SpecError, match=r"beta1 of arm late .*SGD has no betas"):
+        job(auto={"arms": [{"name": "late", "method": "ramp", "beta1": 0.8}]})
+
+
 def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
     mine = {"name": "mine", "method": "ags", "ags": {"delta": 0.2}}
     spec = job(auto={"arms": [mine]}, ags={"delta": 0.7})

@@ -1,5 +1,7 @@
 """Orthogonalised steps against the singular value decomposition, and against the plain SGD that they wrap."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,6 +128,72 @@ def test_maps_are_turned_and_all_else_takes_the_bases_step(monkeypatch: pytest.M
     assert [names[id(p)] for p in subject.matrices()] == ["conv.weight"]
 
 
+class Positions(nn.Module):
+    """What is added or looked up, in the ways that networks write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.zeros(9, 4))
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(9, 4))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.prompt_tokens = nn.ParameterList([nn.Parameter(torch.zeros(3, 4))])
+        self.maps = nn.ParameterList([nn.Parameter(torch.zeros(3, 4))])
+        self.experts = nn.Parameter(torch.zeros(2, 3, 4))
+
+
+class VocabularyEmbedding(nn.Module):
+    """A lookup that is no nn.Embedding, with a projection in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(9, 4))
+        self.project = nn.Linear(4, 4)
+
+
+class TinyRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.table.weight
+
+
+KINDS: list[tuple[str, Callable[[], nn.Module], set[str]]] = [
+    ("linear", lambda: nn.Linear(4, 5), {"weight"}),
+    ("tied head", Tied, set()),
+    ("untied head", lambda: nn.ModuleDict({"t": nn.Embedding(9, 4), "h": nn.Linear(4, 9)}), {"h.weight"}),
+    ("bag", lambda: nn.EmbeddingBag(9, 4), set()),
+    ("own embedding", VocabularyEmbedding, {"project.weight"}),
+    ("positions", Positions, {"maps.0"}),
+    ("layer norm of two dimensions", lambda: nn.LayerNorm([4, 4]), set()),
+    ("own norm", TinyRMSNorm, set()),
+    ("depthwise", lambda: nn.Conv2d(4, 8, 3, groups=4), set()),
+    ("depthwise in one dimension", lambda: nn.Conv1d(4, 4, 3, groups=4), set()),
+    ("transposed depthwise", lambda: nn.ConvTranspose2d(4, 4, 3, groups=4), set()),
+    ("transposed", lambda: nn.ConvTranspose2d(4, 5, 3), {"weight"}),
+    ("three dimensions", lambda: nn.Conv3d(2, 3, 3), {"weight"}),
+    ("one channel", lambda: nn.Conv2d(1, 4, 3), {"weight"}),
+    ("weight norm", lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 3, 3)), {"parametrizations.weight.original1"}),
+    ("lstm", lambda: nn.LSTM(3, 4), {"weight_ih_l0", "weight_hh_l0"}),
+    ("attention", lambda: nn.MultiheadAttention(4, 2), {"in_proj_weight", "out_proj.weight"}),
+    ("bilinear", lambda: nn.Bilinear(3, 4, 5), set()),
+    ("frozen", lambda: nn.Linear(4, 4).requires_grad_(False), set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("made", "expected"), [case[1:] for case in KINDS], ids=[case[0] for case in KINDS])
+def test_matrices_are_maps_and_nothing_else(made: Callable[[], nn.Module], expected: set[str]) -> None:
+    model = made()
+    subject = Ortho(torch.optim.AdamW(model.parameters(), lr=0.1), model=model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in subject.matrices()} == expected
+
+
 def test_a_step_is_the_bases_turned() -> None:
     nets = [nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)).double() for _ in "ab"]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -191,13 +259,163 @@ def test_its_state_is_the_bases() -> None:
     assert torch.equal(other.state[net.weight]["momentum_buffer"], base.state[net.weight]["momentum_buffer"])
 
 
-@pytest.mark.parametrize(("base", "words"), [(torch.optim.AdamW, "AdamW"), (torch.optim.LBFGS, "LBFGS")])
-def test_a_base_without_a_length_of_its_own_is_refused(base: Any, words: str) -> None:
-    net = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=words):
-        Ortho(base(net.parameters(), lr=0.1), model=net)
+@pytest.mark.parametrize("name", ["LBFGS", "Muon"])
+def test_a_base_that_evaluates_again_or_orthogonalises_itself_is_refused(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    net = nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match=name):
+        Ortho(getattr(torch.optim, name)(net.parameters(), lr=0.1), model=net)
+
+
+def test_complex_weights_are_refused() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
     with pytest.raises(ValueError, match="Ortho does not work with complex"):
-        Ortho(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], lr=0.1), model=net)
+        Ortho(torch.optim.SGD([weight], lr=0.1), model=nn.Linear(2, 2))
+
+
+# --- any optimizer
+
+
+class Signs(torch.optim.Optimizer):
+    """Lion without momentum: steps by the sign, with decoupled weight decay."""
+
+    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * p.grad.sign())
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A class of the user's own."""
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any], bool]] = [
+    (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9}, False),
+    (torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "fused": True}, False),
+    (torch.optim.Adam, {}, False),
+    (torch.optim.Adam, {"weight_decay": 0.1}, False),
+    (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True, "amsgrad": True}, False),
+    (torch.optim.AdamW, {"weight_decay": 0.1}, True),
+    (torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True, "foreach": False}, True),
+    (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}, True),
+    (torch.optim.NAdam, {"weight_decay": 0.1}, False),
+    (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, True),
+    (torch.optim.RAdam, {"weight_decay": 0.1}, False),
+    (torch.optim.RAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, True),
+    (torch.optim.Adamax, {"weight_decay": 0.1}, False),
+    (torch.optim.RMSprop, {"weight_decay": 0.1, "centered": True, "momentum": 0.5}, False),
+    (torch.optim.Adagrad, {"weight_decay": 0.1}, False),
+    (torch.optim.Adadelta, {"weight_decay": 0.1}, False),
+    (torch.optim.Rprop, {}, False),
+    (torch.optim.ASGD, {"weight_decay": 0.1}, False),
+    (torch.optim.Adafactor, {"weight_decay": 0.1}, True),
+    (OwnAdamW, {"weight_decay": 0.1}, True),
+    (Signs, {"weight_decay": 0.1}, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "decoupled"), OPTIMIZERS)
+def test_the_update_of_any_optimizer_is_orthogonalised_at_its_length_and_its_decay_is_apart(
+    kind: Any, settings: dict[str, Any], decoupled: bool
+) -> None:
+    """`plain` takes the same steps from the same weights and state; its matrices' update is what has to be turned."""
+    nets = [nn.Sequential(nn.Linear(6, 9), nn.Conv2d(3, 4, 3)).double() for _ in "ab"]
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain = kind(nets[0].parameters(), lr=0.01, **settings)
+    subject = Ortho(kind(nets[1].parameters(), lr=0.01, **settings), model=nets[1])
+    for seed in range(8):  # RAdam needs six to have a variance
+        start = [p.detach().clone() for p in nets[1].parameters()]
+        nets[0].load_state_dict(nets[1].state_dict())
+        for ours, theirs in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+            ours.grad, theirs.grad = (matrix(*ours.shape, seed=seed) for _ in "ab")
+        plain.step()
+        subject.step()
+        for before, one, other in zip(start, nets[0].parameters(), nets[1].parameters(), strict=True):
+            kept = before * (1 - 0.01 * 0.1) if decoupled and before.ndim > 1 else before
+            update = one.detach() - kept
+            expected = kept + (turned(update) if before.ndim > 1 else update)
+            torch.testing.assert_close(other.detach(), expected, rtol=1e-6, atol=1e-9)
+            assert torch.equal(other.grad, matrix(*other.shape, seed=seed)), "the gradient is the user's"
+
+
+def test_a_learning_rate_that_is_a_tensor_decays_too() -> None:
+    nets = [nn.Linear(4, 4, bias=False).double() for _ in "ab"]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net, lr in zip(nets, (0.1, torch.tensor(0.1, dtype=torch.float64)), strict=True):
+        net.weight.grad = matrix(4, 4)
+        more = {"foreach": False, "capturable": False}
+        Ortho(torch.optim.AdamW(net.parameters(), lr=lr, weight_decay=0.5, **more), model=net).step()
+    torch.testing.assert_close(nets[0].weight, nets[1].weight)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Signs])
+def test_a_step_that_fails_leaves_the_weights(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(4, 4)
+    subject = Ortho(kind(net.parameters(), lr=0.1), model=net)
+    before, grad = net.weight.detach().clone(), torch.ones(4, 4)
+    net.weight.grad, net.bias.grad = grad, torch.ones(4)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(subject.base, "step", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        subject.step()
+    assert torch.equal(net.weight, before) and net.weight.grad is grad
+
+
+def test_bfloat16_weights_take_adamws_update_as_those_in_float32() -> None:
+    """An update of 0.5 % of a weight, of which bfloat16 has steps of 0.4 to 0.8 %."""
+    start, moved = matrix(48, 64, dtype=torch.float32).to(torch.bfloat16), []
+    for dtype in (torch.bfloat16, torch.float32):
+        net = nn.Linear(64, 48, bias=False).to(dtype)
+        with torch.no_grad():
+            net.weight.copy_(start)
+        subject = Ortho(torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.0), model=net)
+        net.weight.grad = matrix(48, 64, seed=1, dtype=torch.float32).to(dtype)
+        subject.step()
+        moved.append(net.weight.detach().float() - start.float())
+    assert cosine(*moved) > 0.98
+
+
+def test_a_training_that_resumes_from_its_state_is_the_same_bit_for_bit() -> None:
+    def steps(net: nn.Module, subject: Ortho, seeds: range) -> None:
+        for seed in seeds:
+            for p in net.parameters():
+                p.grad = matrix(*p.shape, seed=seed, dtype=torch.float32)
+            subject.step()
+
+    def made(net: nn.Module) -> Ortho:
+        return Ortho(torch.optim.AdamW(net.parameters(), lr=0.01), model=net)
+
+    through, broken = nn.Linear(6, 9), nn.Linear(6, 9)
+    broken.load_state_dict(through.state_dict())
+    steps(through, made(through), range(6))
+    first = made(broken)
+    steps(broken, first, range(3))
+    second = made(broken)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    steps(broken, second, range(3, 6))
+    assert torch.equal(through.weight, broken.weight) and torch.equal(through.bias, broken.bias)
+
+
+def test_a_grad_scaler_skips_a_step_that_overflows_with_its_decay() -> None:
+    net = nn.Linear(4, 4)
+    subject = Ortho(torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5), model=net, max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    before = net.weight.detach().clone()
+    for inputs, moves in ((torch.full((2, 4), torch.inf), False), (torch.ones(2, 4), True)):
+        subject.zero_grad()
+        scaler.scale(net(inputs).sum()).backward()
+        scaler.step(subject)
+        scaler.update()
+        assert torch.equal(net.weight, before) != moves
 
 
 # --- the step is turned before it changes a weight
@@ -280,4 +498,5 @@ def test_a_class_of_ones_own_steps_by_itself_and_not_with_half_weights() -> None
         moved.append(model.weight.detach() - before)
     torch.testing.assert_close(moved[1], moved[0] / 2)
     with pytest.raises(ValueError, match=r"the step of Slower cannot be read off weights in torch.bfloat16"):
-        Ortho(Slower(nn.Linear(6, 5).bfloat16().parameters(), lr=0.1), model=nn.Linear(2, 2))
+        half = nn.Linear(6, 5).bfloat16()
+        Ortho(Slower(half.parameters(), lr=0.1), model=half)

@@ -1,4 +1,4 @@
-"""Loops for gradient scaling: SGD or AdamW under DistributedDataParallel, micro-batches, a scaler that skips, a schedule, a closure.
+"""Loops for gradient scaling and orthogonalised steps: SGD or AdamW under DistributedDataParallel, micro-batches, a scaler that skips, a schedule, a closure.
 
 `--by-hand`: the optimizer is wrapped in the loop itself. `--hooks`: the three lines. `--alone`: without DistributedDataParallel.
 """
@@ -23,7 +23,9 @@ for flag in (
     "catching",
     "closure",
     "compressed",
+    "fused",
     "hooks",
+    "ortho-by-hand",
     "own-reduction",
     "scaler",
     "sync-each",
@@ -44,6 +46,8 @@ if arguments.compressed:
 
     model.register_comm_hook(None, fp16_compress_hook)
 settings = {"SGD": {"momentum": 0.9}, "AdamW": {}}[arguments.optimizer]
+if arguments.fused:
+    settings["fused"] = True
 optimizer = getattr(torch.optim, arguments.optimizer)(net.parameters(), lr=0.05, **settings)
 micro = 8 // arguments.accumulate
 if arguments.by_hand:
@@ -52,6 +56,12 @@ if arguments.by_hand:
     target = "gradient" if arguments.optimizer == "SGD" else "update"
     made = configured({**PRESETS["robust"], "apply_to": target})
     optimizer = TulaOptimizer(optimizer, model=model, b_large=8 * world, b_small=4, available=micro, **made)
+if arguments.ortho_by_hand:
+    from tula_cli.optim import Ortho
+
+    if arguments.optimizer == "AdamW":
+        optimizer.param_groups[0]["betas"] = (0.9, 0.999**2)
+    optimizer = Ortho(optimizer, model=model)
 if arguments.hooks:
     import tula_hooks as tula
 

@@ -314,7 +314,7 @@ def test_a_job_without_a_script_is_written_as_ever() -> None:
         ({"train": {"epochs": 3}}, "train.epochs means nothing to a script"),
         (
             {"train": {"method": "polo"}},
-            "train.method polo acts inside of tula's own loop; for a script there are ags, lbt, lrs",
+            "train.method polo acts inside of tula's own loop; for a script there are ags, lbt, lrs, ortho",
         ),
         ({"train": {"method": "lbt"}, "ags": {"delta": 0.1}}, "section ags means nothing to train.method lbt"),
         ({"train": {"method": "ags"}, "ags": {"presett": "paper"}}, "ags.presett"),

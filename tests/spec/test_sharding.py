@@ -34,9 +34,9 @@ def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
     ("train", "sections", "why"),
     [
         (
-            {"method": "ortho"},
+            {"method": "lars"},
             {},
-            "method ortho needs whole gradients or weights; the methods that do not: ags, lbt, lrs",
+            "method lars needs whole gradients or weights; the methods that do not: ags, lbt, lrs, ortho, ramp",
         ),
         ({"method": "auto", "epochs": 5}, {}, "method auto needs whole"),
         ({"precision": "fp16"}, {}, "set bf16"),

@@ -16,7 +16,7 @@ from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Ags, Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.sections import Optimizer
+from tula_cli.spec.sections import Optimizer, Schedule
 
 CONTROL = "lbt"
 """The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
@@ -44,6 +44,8 @@ SHARE = 0.25
 AT_ONCE = 4
 """Arms that one rung decides among: halving so few takes more samples than it saves."""
 
+DEFAULT_BETA2 = 0.999
+"""Of Adam and its like, where the job gives no betas."""
 DECAY = 4.0
 """Factor of the weight decay that is tried."""
 
@@ -93,8 +95,14 @@ def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
     scaling = "auto" if METHODS[arm.method].ramps else "none"
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
+    if arm.decay_from is not None:
+        schedule = Schedule(kind="linear", decay_from=arm.decay_from, warmup_epochs=schedule.warmup_epochs)
     changes = {"train": train, "schedule": schedule, "ags": _acting(spec, arm.ags or spec.ags)}
-    return spec.model_copy(update={**changes, "optimizer": _decayed(spec.optimizer, arm.decay_factor)})
+    optimizer = _decayed(spec.optimizer, arm.decay_factor)
+    if arm.beta1 is not None:
+        second = spec.optimizer.args.get("betas", (None, DEFAULT_BETA2))[1]
+        optimizer = optimizer.model_copy(update={"args": {**optimizer.args, "betas": [arm.beta1, second]}})
+    return spec.model_copy(update={**changes, "optimizer": optimizer})
 
 
 def _acting(spec: JobSpec, ags: Ags) -> Ags:

@@ -1,17 +1,18 @@
-"""Orthogonalised steps: as long as SGD's, in Muon's direction (Jordan et al. 2024), so that SGD's learning rate fits."""
+"""Orthogonalised steps: as long as the optimizer's own, in Muon's direction (Jordan et al. 2024), so that its learning rate fits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .parts import placement
-from .parts.gradient_scaling import copies
+from .parts import placement, shares
+from .parts.gradient_scaling import chunks, copies
 from .parts.indicators import alike, clip_, wide
 from .parts.refusals import place, refuse_sharded
 from .parts.wrapper import Wrapper
@@ -30,126 +31,170 @@ PADDING = 1.4
 TOGETHER = 2**24, 2**18
 """Elements that are multiplied at a time, of several matrices, on a GPU and on the CPU, where a kernel costs nothing."""
 
+NO_MAP = frozenset({"bias", "pos", "position", "positional", "embed", "embedding", "embeddings", "token", "tokens"})
+"""Words in the names of parameters that are added to what comes in, or looked up, and multiply nothing."""
+
 ALIGN_EVERY = 100
 """Steps after which rank 0's matrices are handed out, should other hardware round products otherwise."""
 
 
-def is_sgd(base: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is SGD, or derived from it: its steps have a length that a direction can take over."""
-    return "SGD" in {kind.__name__ for kind in type(base).__mro__}
+REFUSED = {
+    "LBFGS": "evaluates its closure several times a step",
+    "Muon": "orthogonalises its steps already",
+    "MuonWithAdamW": "orthogonalises its steps already",
+}
+"""Optimizers that `Ortho` does not wrap, and why."""
+
+INDEPENDENT_OF_WEIGHTS = frozenset(
+    {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
+)
+"""Classes of torch.optim whose update depends on the weights through weight decay alone."""
+COUPLED = INDEPENDENT_OF_WEIGHTS - {"AdamW"} | {"ASGD"}
+"""Those whose weight decay is a part of the gradient (L2), unless a parameter group has `decoupled_weight_decay`."""
+
+
+def refusal(base: torch.optim.Optimizer) -> str:
+    """Return why the steps of an optimizer cannot be orthogonalised; empty if they can."""
+    names = _class_names(base)
+    return next((f"{name.removesuffix('WithAdamW')} {why}" for name, why in REFUSED.items() if name in names), "")
+
+
+def _class_names(thing: object) -> set[str]:
+    return {kind.__name__ for kind in type(thing).__mro__}
 
 
 class Ortho(Wrapper):
-    """Wraps SGD and turns what its step does to each matrix into the nearest (semi-)orthogonal direction.
+    """Wraps an optimizer and replaces its update of each matrix by the nearest (semi-)orthogonal one of the same length.
 
-    With u what the base's step adds to a weight, as a matrix of (outputs, all else), and U S V^T its singular value
-    decomposition, the weight moves by |u| / |U V^T| U V^T instead: all directions that the step has take part alike,
-    where SGD's follows the few strong ones. U V^T is approximated by five iterations of a polynomial (Newton-Schulz), as
-    in Muon. The length stays the base's ("grafting", Agarwal et al. 2020), so learning rate, schedule and momentum keep
-    their meaning. The base's weight decay is a part of the step that is turned: of a matrix it pulls the small directions
-    as the large ones, and the whole less than in SGD.
+    With u the update of a weight without its weight decay, as a matrix of (outputs, all else), and U S V^T its singular
+    value decomposition, the weight moves by |u| / |U V^T| U V^T instead: all directions of the update take part equally,
+    where the base's follows the few strong ones. U V^T is approximated by five iterations of a polynomial (Newton-Schulz),
+    as in Muon. The length stays the base's ("grafting", Agarwal et al. 2020), so learning rate, schedule and momentum keep
+    their meaning. Decoupled weight decay (AdamW's) is applied to the weights outside of the update; weight decay that the
+    base adds to the gradient (SGD's and Adam's L2) is a part of the gradient and so of the update.
 
-    Turned are weights of two dimensions and more; not embeddings, depthwise convolutions (one input a filter) and
-    matrices whose shorter side is above 2048, which like biases and norms take the base's step.
+    Orthogonalised are matrices and the weights of convolutions; not embeddings (and heads tied to them), depthwise
+    convolutions (one input a filter), norms, biases, positions, and matrices whose shorter side is above 2048, which take
+    the base's step.
 
-    Every rank computes the same from the same averaged gradients; what rounding might make of that is ended every 100
-    steps by a broadcast. `param_groups`, `state`, `defaults` and `state_dict()` are the base's. Do not clip before the
-    step; use `max_grad_norm`.
+    Under DistributedDataParallel every rank computes the same from the same averaged gradients; what rounding might make of
+    that is ended every 100 steps by a broadcast. Of a module that `fully_shard` has divided among all ranks, the updates of
+    the matrices are gathered, some at a time, and each rank keeps its part of the result. `param_groups`, `state`,
+    `defaults` and `state_dict()` are the base's. Do not clip before the step; use `max_grad_norm`.
 
     Args:
-        base: torch.optim.SGD, or an optimizer derived from it.
-        model: the module, or its DistributedDataParallel.
+        base: an optimizer of torch.optim, or any other. Those that torch.optim does not have (or derived classes) step on the
+            weights as they are, and their update is the difference; it needs weights in float32 or float64.
+        model: the module, its DistributedDataParallel, or what `fully_shard` has divided.
         max_grad_norm: clips the joint norm of the gradients.
 
     Raises:
-        ValueError: a base that is not SGD, or sharded parameters.
+        ValueError: a base that orthogonalises by itself (Muon) or needs several evaluations a step (LBFGS), weights in half
+            precision of which the update is a difference, or parameters that are sharded in another way.
     """
 
     def __init__(self, base: torch.optim.Optimizer, *, model: nn.Module, max_grad_norm: float | None = None) -> None:
-        if not is_sgd(base):
-            raise ValueError(
-                f"the steps of {type(base).__name__} have no length that a direction could take over; use torch.optim.SGD"
-            )
-        refuse_sharded(base, model, "Ortho")
+        if why := refusal(base):
+            raise ValueError(f"{why}; use torch.optim.SGD or AdamW")
+        refuse_sharded(base, model, "Ortho", shares=True)
         super().__init__(base)
         self.max_grad_norm = max_grad_norm
-        self._spared = frozenset(map(id, _spared(model)))
+        self._maps = frozenset(map(id, find_maps(model)))
+        self._sharded = shares.is_sharded(model)
         _, self._world = place(model)
         self._steps = 0
-        # A class of its own may step otherwise: its step is read off the weights, which have to be fine enough for that.
-        self._plain = type(base) is torch.optim.SGD
-        if not self._plain and (half := {p.dtype for p in self.matrices()} - {torch.float32, torch.float64}):
+        kind = type(base)
+        self._by_zeros = kind is getattr(torch.optim, kind.__name__, None) and kind.__name__ in INDEPENDENT_OF_WEIGHTS
+        if not self._by_zeros and (half := {p.dtype for p in self.matrices()} - {torch.float32, torch.float64}):
             raise ValueError(
-                f"the step of {type(base).__name__} cannot be read off weights in {', '.join(sorted(map(str, half)))}, which round"
-                " it away; use torch.optim.SGD, or weights in float32 (autocast computes in half precision)"
+                f"the step of {kind.__name__} cannot be read off weights in {', '.join(sorted(map(str, half)))}, which round"
+                " it away; use torch.optim.SGD or AdamW, or weights in float32 (autocast computes in half precision)"
             )
 
     def matrices(self) -> list[Tensor]:
-        """The parameters whose steps are turned, in the order of the groups."""
-        params = (p for group in self.param_groups for p in group["params"])
-        return [p for p in params if id(p) not in self._spared and _is_turned(p)]
+        """The parameters whose steps are orthogonalised, in the order of the groups."""
+        return [p for group in self.param_groups for p in self._matrices_of(group)]
+
+    def _matrices_of(self, group: dict[str, Any]) -> list[Tensor]:
+        return [p for p in group["params"] if self._is_matrix(p)]
+
+    def _is_matrix(self, param: Tensor) -> bool:
+        return id(param) in self._maps and param.requires_grad and 1 < _sides(param)[0] <= WIDEST
 
     def _drop(self) -> None:
         """There is nothing to forget: a step needs nothing beside the gradients."""
 
     def _update(self) -> None:
-        """One step of the base, turned. For a moment one copy of the matrices more, and some of those taken together."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with self.around_base_step():
+            self.base.step()
+
+    @contextmanager
+    def around_base_step(self) -> Iterator[None]:
+        """Orthogonalise the step that the base takes inside. For a moment one copy of the matrices more.
+
+        Where the update does not depend on the weights the base steps from zeros, so that what it leaves is the update,
+        without the decay and as precise as its type allows (half precision weights would round it away).
+        """
+        grads = [shares.share(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.max_grad_norm is not None and grads:
-            clip_(grads, self.max_grad_norm)
-        matrices = [p for p in self.matrices() if p.grad is not None]
-        if not matrices:
-            self.base.step()
-        elif self._plain:
-            self._turned_sgd(matrices)
+            clip_(grads, self.max_grad_norm, square=shares.squared_norm(grads) if self._sharded else None)
+        params = [p for p in self.matrices() if p.grad is not None]
+        if not params:
+            yield
+            return
+        weights = [shares.share(p) for p in params]
+        before = copies(weights)
+        decays = self._decoupled_decays(dict(zip(map(id, params), before, strict=True)))
+        kept = [p.grad for p in params]
+        if self._by_zeros:
+            self._add_coupled_decay()
+            torch._foreach_zero_(weights)
+        try:
+            yield
+        except BaseException:
+            torch._foreach_copy_(weights, before)
+            raise
+        finally:
+            for p, grad in zip(params, kept, strict=True):
+                p.grad = grad
+        for tensors, factor in decays:
+            torch._foreach_mul_(tensors, factor)
+        if not self._by_zeros:
+            torch._foreach_sub_(weights, before)
+        if self._sharded:
+            turn_shares_(params, weights)
         else:
-            before = copies(matrices)
-            self.base.step()
-            torch._foreach_sub_(matrices, before)
-            turn_(matrices)
-            torch._foreach_add_(matrices, before)
+            turn_(weights)
+        torch._foreach_add_(weights, before)
         self._steps += 1
         if self._steps % ALIGN_EVERY == 0:
             self._align()
 
-    def _turned_sgd(self, matrices: Sequence[Tensor]) -> None:
-        """SGD's step, of the matrices turned before it changes a weight: what it is would be rounded away in a half one's."""
-        turned, own = set(map(id, matrices)), list[tuple[list[Tensor], list[Tensor], Any]]()
+    def _decoupled_decays(self, before: dict[int, Tensor]) -> list[tuple[list[Tensor], Any]]:
+        """Return copies of weights that decoupled weight decay multiplies in this step, and by what."""
+        result = []
         for group in self.param_groups:
-            params = [p for p in group["params"] if id(p) in turned]
-            for indices in alike(params).values():
-                some = [params[i] for i in indices]
-                own.append((some, self._directions(group, some), group["lr"]))
-        grads = [p.grad for p in matrices]
-        for p in matrices:
-            p.grad = None  # the base steps all others
-        self.base.step()
-        for p, grad in zip(matrices, grads, strict=True):
-            p.grad = grad
-        turn_([direction for _, directions, _ in own for direction in directions])
-        for params, directions, lr in own:
-            torch._foreach_mul_(directions, lr)
-            torch._foreach_sub_(params, directions)
+            tensors = [before[id(p)] for p in self._matrices_of(group) if id(p) in before]
+            if tensors and group.get("weight_decay") and not self._is_coupled(group):
+                result.append((tensors, 1 - group["lr"] * group["weight_decay"]))
+        return result
 
-    def _directions(self, group: dict[str, Any], params: Sequence[Tensor]) -> list[Tensor]:
-        """Return what torch.optim.SGD would subtract from these parameters at a learning rate of 1, with its momentum gone on."""
-        found = [p.grad for p in params if p.grad is not None]
-        grads = list(torch._foreach_neg(found)) if group["maximize"] else found
-        if group["weight_decay"]:
-            grads = list(torch._foreach_add(grads, list(params), alpha=group["weight_decay"]))
-        if not group["momentum"]:
-            return copies(grads)
-        buffers = [self.state[p].get("momentum_buffer") for p in params]
-        going = [i for i, buffer in enumerate(buffers) if buffer is not None]
-        if going:
-            own = [buffers[i] for i in going]
-            torch._foreach_mul_(own, group["momentum"])
-            torch._foreach_add_(own, [grads[i] for i in going], alpha=1 - group["dampening"])
-        for p, buffer, grad in zip(params, buffers, grads, strict=True):
-            if buffer is None:  # the first step has no dampening
-                self.state[p]["momentum_buffer"] = grad.detach().clone()
-        states = [self.state[p]["momentum_buffer"] for p in params]
-        return list(torch._foreach_add(grads, states, alpha=group["momentum"])) if group["nesterov"] else copies(states)
+    def _is_coupled(self, group: dict[str, Any]) -> bool:
+        names = _class_names(self.base)
+        return not group.get("decoupled_weight_decay", "AdamW" in names) and bool(names & COUPLED)
+
+    def _add_coupled_decay(self) -> None:
+        """Add weight decay to the gradients of matrices where the base would, which sees zeros in place of the weights."""
+        for group in self.param_groups:
+            decay, pairs = (
+                group.get("weight_decay"),
+                [(p, p.grad) for p in self._matrices_of(group) if p.grad is not None],
+            )
+            if pairs and decay and self._is_coupled(group):
+                params, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
+                decayed = torch._foreach_add(grads, params, alpha=-decay if group["maximize"] else decay)
+                for p, grad in zip(params, decayed, strict=True):
+                    p.grad = grad
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state: there is none beside it."""
@@ -160,10 +205,29 @@ class Ortho(Wrapper):
         self.base.load_state_dict(state_dict)
 
     def _align(self) -> None:
-        if self._world > 1:
+        if self._world > 1 and not self._sharded:
             for handle in [dist.broadcast(p, 0, async_op=True) for p in self.matrices()]:
                 assert handle is not None
                 handle.wait()
+
+
+def turn_shares_(params: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
+    """`turn_` for updates of which each rank has its part; every rank takes part.
+
+    Of some matrices at a time the whole is gathered: once a step as many bytes as the matrices have.
+
+    Args:
+        params: DTensors, which tell how they are divided.
+        updates: this rank's parts, changed in place.
+    """
+    order = sorted(range(len(params)), key=lambda i: (str(updates[i].dtype), _sides(params[i])))
+    for chunk in chunks(params, order):
+        for indices in alike(updates[i] for i in chunk).values():
+            some = [chunk[i] for i in indices]
+            whole = shares.gathered([params[i] for i in some], [updates[i] for i in some])
+            turn_(whole)
+            parts = [shares.part_of(w, params[i]) for w, i in zip(whole, some, strict=True)]
+            torch._foreach_copy_([updates[i] for i in some], parts)
 
 
 def turn_(updates: Sequence[Tensor]) -> None:
@@ -252,16 +316,22 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return work
 
 
-def _is_turned(param: Tensor) -> bool:
-    if param.ndim < 2 or not param.requires_grad:
-        return False
-    return 1 < _sides(param)[0] <= WIDEST
-
-
-def _spared(model: nn.Module) -> Iterator[Tensor]:
-    """Weights that are no linear map of what comes in: tables, and filters that see one channel each."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or (
-            isinstance(module, nn.modules.conv._ConvNd) and module.groups == module.in_channels > 1
-        ):
-            yield module.weight
+def find_maps(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that multiply what comes in: matrices, and those of convolutions that see several channels each."""
+    spared, convolutions = set[int](), set[int]()
+    for path, module in model.named_modules():
+        everything = set(map(id, module.parameters()))  # with what a parametrization has in its place
+        direct = {name: id(p) for name, p in module.named_parameters(recurse=False)}
+        names = _class_names(module)
+        if isinstance(module, nn.modules.conv._ConvNd):
+            (spared if module.groups == module.in_channels > 1 else convolutions).update(everything)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            spared |= everything
+        elif any("Embedding" in name or name.rstrip("123d").endswith("Norm") for name in names):
+            spared.update(direct.values())
+        if isinstance(module, nn.ParameterList | nn.ParameterDict):
+            direct = {f"{path.rpartition('.')[2]}_{name}": value for name, value in direct.items()}
+        spared.update(value for name, value in direct.items() if NO_MAP & set(name.lower().split("_")))
+    return [
+        p for p in model.parameters() if id(p) not in spared and (p.ndim == 2 or (id(p) in convolutions and p.ndim > 2))
+    ]

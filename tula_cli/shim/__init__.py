@@ -36,6 +36,9 @@ The plan (optional keys with what they stand for when left out):
                  "apply_to" ("gradient", "update"; null: by the optimizer), "b_large", "b_small", "available" (samples that a
                  rank computes at a time), "steps_per_epoch", "seed", "resumed" (whether it goes on from a checkpoint)
 
+    ortho        orthogonalised steps of the script's optimizers, null for none: "code" as for ags, "beta2_power" (batch / reference
+                 batch: Adam's beta2 becomes its power)
+
 Each rank writes, every JSON file whole or not at all:
 
     result-<rank>.json     when the probe is over ("why": "stopped"), the script ended by itself ("ended") or after an asked

@@ -110,6 +110,9 @@ class Arm(Section):
     lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
     warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
     decay_factor: NonNegativeFloat = 1.0  # of the weight decay
+    # linear schedule that falls from this share of the epochs on, in place of the job's; null: the job's
+    decay_from: Annotated[float, Field(ge=0, lt=1)] | None = None
+    beta1: Annotated[float, Field(ge=0, lt=1)] | None = None  # of Adam and its like; null: the job's
     ags: Ags | None = None  # in place of the job's section ags; null keeps that
 
     @model_validator(mode="after")

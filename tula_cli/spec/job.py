@@ -22,6 +22,8 @@ from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import plural
 
 CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
+MAX_WARMUP_SHARE = 0.05
+"""Of the epochs, for a warm-up that the job does not give."""
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 """Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
 
@@ -96,6 +98,12 @@ class JobSpec(Section):
             raise ValueError(
                 f"auto.after {self.auto.after} leaves nothing of train.epochs {self.train.epochs} to train as tuned"
             )
+        name = self.optimizer.name
+        for arm in self.auto.arms:
+            if arm.beta1 is not None and name not in WITH_BETA2 and ":" not in name:
+                raise ValueError(
+                    f"auto.arms: beta1 of arm {arm.name} means nothing, for {name} has no betas; leave it out"
+                )
         if self.train.lr_scaling in ("linear", "sqrt"):
             raise ValueError(
                 f"train.lr_scaling {self.train.lr_scaling} would scale the learning rate under method auto, whose arms"
@@ -314,14 +322,18 @@ def _under(item: Any, *path: str) -> InitErrorDetails:
 
 
 def warmup_epochs(spec: JobSpec) -> float:
-    """Return how many epochs the learning rate grows before its schedule: as given, else as the method needs."""
+    """Return how many epochs the learning rate grows before its schedule: as given, else as the method needs.
+
+    What the method needs is at most 5 % of the training: a short one is not all warm-up.
+    """
     if spec.schedule.kind == "one-cycle":  # it grows by itself
         return 0.0
     given = spec.schedule.warmup_epochs
-    by_method = (
-        0.0 if spec.train.stages else spec.train.facts.warmup_epochs
-    )  # a batch that grows is a warm-up by itself
-    return by_method if given is None else given
+    if given is not None:
+        return given
+    if spec.train.stages:  # a batch that grows is a warm-up by itself
+        return 0.0
+    return min(spec.train.facts.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
 
 
 def train_length(spec: JobSpec) -> str:
@@ -367,15 +379,18 @@ def effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
 
 
 def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
-    """Return how the learning rate is scaled; of method ramp Adam's by the root (Malladi et al. 2022)."""
-    by_root = spec.train.facts.ramps and spec.train.lr_scaling == "auto" and spec.optimizer.name in DIVIDING
+    """Return how the learning rate is scaled; of methods ramp and ortho Adam's by the root (Malladi et al. 2022)."""
+    is_adaptive = (
+        spec.script is not None or spec.optimizer.name in DIVIDING
+    )  # what a script has is not known before it starts
+    by_root = spec.train.facts.orthogonalises and spec.train.lr_scaling == "auto" and is_adaptive
     return "sqrt" if by_root else spec.train.lr_rule
 
 
 def beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
-    """Return `optimizer.beta2_half_life`; where nothing is said method ramp keeps that of the reference batch."""
+    """Return `optimizer.beta2_half_life`; by default methods ramp and ortho keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
-    return "auto" if given is None and spec.train.facts.ramps and spec.optimizer.name in WITH_BETA2 else given
+    return "auto" if given is None and spec.train.facts.orthogonalises and spec.optimizer.name in WITH_BETA2 else given
 
 
 def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
@@ -403,6 +418,10 @@ def misfit(spec: JobSpec) -> str:
         return f"takes the place of {' or '.join(facts.replaces)}, not of optimizer.name: {name}"
     if facts.needs_sgd and name != "SGD" and ":" not in name:
         return f"needs optimizer.name: SGD, not {name}"
+    if facts.orthogonalises and not facts.ramps and name == "Muon":
+        return (
+            "orthogonalises the steps of another optimizer, and Muon does so by itself: set train.method: ramp or lbt"
+        )
     if facts.scales and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
         return f"scales gradients, whose magnitude {name} divides by: set ags.apply_to: update"
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:

@@ -190,9 +190,12 @@ class Schedule(Section):
     kind: str = "constant"
     milestones: list[NonNegativeFloat] = []  # epochs
     gamma: PositiveFloat = 0.1  # multistep: the factor at each milestone
-    # null: what the method needs, 5 for lrs, lars, lamb, polo, ortho and schedule_free, else 0; with train.ramp 0
+    # null: what the method needs, for lrs, lars, lamb, polo, ortho and schedule_free 5 and at most 5 % of train.epochs, else 0;
+    # with train.ramp 0
     warmup_epochs: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat = 0.0  # cosine, linear and one-cycle end here
+    # linear: share of the epochs at which it starts to fall; before, after the warm-up, the rate is constant
+    decay_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
     peak: Annotated[float, Field(gt=0, lt=1)] = PEAK  # one-cycle: share of the epochs at which the rate is the full one
     args: Arguments = {}  # to an import string; epochs, those of the training, is given where it takes it
 
@@ -213,6 +216,8 @@ class Schedule(Section):
             raise ValueError("one-cycle has a warm-up of its own, up to `peak`; leave warmup_epochs out")
         if self.kind != "one-cycle" and self.peak != PEAK:
             raise ValueError(f"peak means nothing to kind {self.kind!r}; use kind: one-cycle")
+        if self.kind != "linear" and self.decay_from:
+            raise ValueError(f"decay_from means nothing to kind {self.kind!r}; use kind: linear")
         if self.args and not is_import_string(self.kind):
             raise ValueError(f"args mean nothing to kind {self.kind!r}: they go to an import string")
         return self

@@ -78,8 +78,9 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         include={"transforms", "loss"},
     )
     parts["model"], parts["optimizer"] = _model(spec), _optimizer(spec)
-    later = spec.schedule.model_dump(include={"peak", "args"}, exclude_defaults=True)
-    parts["schedule"] = spec.schedule.model_dump(exclude={"peak", "args"}) | later
+    new = {"peak", "args", "decay_from"}
+    later = spec.schedule.model_dump(include=new, exclude_defaults=True)
+    parts["schedule"] = spec.schedule.model_dump(exclude=new) | later
     parts["dataset"] = _dataset(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
@@ -109,7 +110,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
         parts["auto"] = spec.auto.model_dump(exclude={"arms"})
-        new = {"decay_factor"}
+        new = {"decay_factor", "decay_from", "beta1"}
         parts["auto"]["arms"] = [
             arm.model_dump(exclude=new) | arm.model_dump(include=new, exclude_defaults=True) for arm in spec.auto.arms
         ]

@@ -163,3 +163,13 @@ def test_a_start_tells_its_beta2(alone: Ranks, run: RunDir, capfd: pytest.Captur
     (start,) = rows(run, task, "start")
     assert start["beta2"] == 0.5 ** (16 / 500)
     assert "batch 16, beta2 0.978063, from the beginning" in capfd.readouterr().out
+
+
+def test_beta1_of_an_arm_is_its_own_after_a_checkpoint_of_the_job(alone: Ranks) -> None:
+    before, arm = (
+        trainer(spec(optimizer={"name": "AdamW", "momentum": None, "args": {"betas": [beta1, 0.95]}}), alone)
+        for beta1 in (0.9, 0.8)
+    )
+    content = {"model": before.parallel.module.state_dict(), "optimizer": before.optimizer.state_dict()}
+    checkpoint._load_whole(arm, content)
+    assert tuple(arm.base.param_groups[0]["betas"]) == (0.8, 0.95)

@@ -217,3 +217,25 @@ def test_imported_optimizer_gets_what_it_takes(user_code):
     assert optimizer(name="user_zoo:bare").defaults["lr"] == 0.1
     with pytest.raises(SpecError, match="takes no momentum"):
         optimizer(name="user_zoo:bare", momentum=0.5)
+
+
+def test_muon_on_an_older_torch_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(SpecError, match=r"optimizer.name: torch.optim.Muon needs torch 2.9 or newer, not 2\.") as error:
+        optimizer(name="Muon")
+    assert "AdamW" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"nonsense": 1}, "nonsense"),
+        ({"adamw": {"nonsense": 1}}, "nonsense"),
+        ({"adamw": {"lr": -1}}, "Invalid learning rate"),
+    ],
+)
+def test_arguments_of_muon_and_of_its_adamw_are_checked(args: dict, words: str) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    with pytest.raises(SpecError, match=words):
+        optimizer(name="Muon", args=args)

@@ -177,7 +177,7 @@ def test_micro_batches_of_one_sample_are_a_warning_where_batch_norm_cannot():
         ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "static"},
           "ags": {"apply_to": "gradient"}}, "method static: AdamW"),
         ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "adascale"}}, "method adascale: .*SGD"),
-        ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "ortho"}}, "method ortho: .*SGD"),
+        ({"optimizer": {"name": "Muon", "lr": 0.1}, "train": {"epochs": 1, "method": "ortho"}}, "method ortho: .*Muon"),
         ({"train": {"epochs": 1, "method": "lamb"}}, "method lamb takes the place of Adam or AdamW"),
         ({"train": {"epochs": 1, "ghost_batch": 4}, "model": {"name": "alexnet"}, "dataset": fake(64)}, "has no BatchNorm"),
         ({"train": {"epochs": 1, "ghost_batch": 3}, "search": {"nodes": [1], "min_batch": 8}}, "3 does not divide the 8"),

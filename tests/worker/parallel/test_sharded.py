@@ -50,7 +50,8 @@ def facts(folder: Path, name: str) -> list[object]:
 def test_shares_train_what_copies_do(shares: Path) -> None:
     for found in facts(shares, "trained_alike"):
         assert isinstance(found, dict) and found.keys() == KINDS.keys()
-        assert all(difference < 1e-5 for differences in found.values() for difference in differences), found
+        for kind, differences in found.items():  # torch's Muon multiplies in bfloat16, and shares in another order
+            assert max(differences) < (1e-2 if kind == "muon" else 1e-5), found
 
 
 def test_a_rank_holds_its_share_of_parameters_gradients_and_states(shares: Path) -> None:

@@ -99,13 +99,17 @@ def test_a_rule_that_undoes_the_method_is_refused(method, rule):
     [("lars", 5), ("lamb", 5), ("polo", 5), ("ortho", 5), ("adascale", 0), ("ags", 0), ("static", 0)],
 )
 def test_methods_warm_up_by_themselves_unless_told(method, epochs):
-    assert warmup_epochs(spec(method=method)) == epochs
+    job = spec(method=method)
+    for length, expected in ((1000, epochs), (100, epochs), (60, 0.6 * epochs), (4, 0.04 * epochs), (1, 0.01 * epochs)):
+        train = job.train.model_copy(update={"epochs": length})
+        assert warmup_epochs(job.model_copy(update={"train": train})) == pytest.approx(expected)
     assert warmup_epochs(spec(method=method, warmup_epochs=0)) == 0
     assert warmup_epochs(spec(method=method, warmup_epochs=2.5)) == 2.5
 
 
-def test_linear_scaling_warms_up_for_five_epochs_by_itself():
+def test_linear_scaling_warms_up_for_five_epochs_of_a_hundred_by_itself():
     job = spec(method="lrs")
+    job = job.model_copy(update={"train": job.train.model_copy(update={"epochs": 100})})
     assert learning_rate(job, 0, 1024) == pytest.approx(0.1), "from the reference batch's rate"
     assert learning_rate(job, 2.5, 1024) == pytest.approx(0.45)
     assert learning_rate(job, 0, 64) == pytest.approx(0.05 * WARMUP_START), "nothing was scaled up"
@@ -130,6 +134,18 @@ def test_batch_changes_nothing_but_the_factor_of_linear_scaling():
 def test_linear_falls_from_the_end_of_the_warm_up_to_the_minimum(epoch, lr):
     job = spec(kind="linear", warmup_epochs=2, min_lr=0.02)
     assert learning_rate(job, epoch, 128) == pytest.approx(0.1 * WARMUP_START if epoch == 0 else lr)
+
+
+@pytest.mark.parametrize(("epoch", "lr"), [(2, 0.1), (14, 0.1), (17, 0.05), (20, 0), (21, 0)])
+def test_linear_is_constant_up_to_where_it_is_told_to_fall(epoch, lr):
+    assert learning_rate(spec(kind="linear", warmup_epochs=2, decay_from=0.7), epoch, 128) == pytest.approx(lr)
+    assert learning_rate(spec(kind="linear", warmup_epochs=17, decay_from=0.7), 17, 128) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("cosine", 0.7), ("constant", 0.7), ("linear", 1.0), ("linear", -0.1)])
+def test_a_share_to_fall_from_is_of_linear_and_below_the_whole(kind, value):
+    with pytest.raises(ValueError, match="decay_from"):
+        spec(kind=kind, decay_from=value)
 
 
 @pytest.mark.parametrize(("epoch", "lr"), [(0, 0.004), (2, 0.052), (4, 0.1), (12, 0.05), (20, 0), (20.5, 0)])

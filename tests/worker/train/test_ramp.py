@@ -11,6 +11,7 @@ from worker_jobs import Interrupted, final_weights, prediction, rows, same, spec
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp.stages import Ramp, Stage
+from tula_cli.optim import Ortho
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -64,8 +65,10 @@ def test_the_learning_rate_follows_the_batch_in_use_and_may_be_capped(alone: Ran
 
 
 def test_adam_has_the_root_and_its_second_moment_lasts_as_many_samples(alone: Ranks) -> None:
+    by_muon = trainer(job("ramp", optimizer={"name": "Muon", "momentum": None}), alone, batch=32)
+    assert by_muon.optimizer is by_muon.base, "Muon orthogonalises by itself"
     subject = trainer(job("ramp", optimizer=ADAM), alone, batch=32)
-    assert subject.optimizer is subject.base, "its steps are not turned"
+    assert isinstance(subject.optimizer, Ortho), "its steps are orthogonalised"
     seen = {}
     for step in worker_train_loop.steps(subject):
         seen[step.batch] = (step.lr, subject.base.param_groups[0]["betas"][1])

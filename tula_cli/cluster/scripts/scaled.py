@@ -1,4 +1,4 @@
-"""Adaptive gradient scaling around a script's own optimizer: what its shim is told, and what came of it."""
+"""Methods that act around a script's own optimizer (ags and ortho): what its shim is told, and what came of it."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import cannot_write
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.results import Scaled
-from tula_cli.run.records.shim import AgsPlan
+from tula_cli.run.records.shim import AgsPlan, OrthoPlan
 from tula_cli.run.records.tasks import Task, TrainTask
 
 NEVER = 10**9
@@ -34,13 +34,9 @@ def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: i
     spec = task.spec
     if not spec.train.facts.scales:
         return None
-    try:
-        code = copy_optim(run.path)
-    except OSError as error:
-        raise cannot_write(run.path, error) from error
     settings = spec.ags.resolved().model_dump()
     return AgsPlan(
-        code=str(code),
+        code=_library(run),
         settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "consensus")},
         apply_to=spec.ags.apply_to,
         b_large=command.batch,
@@ -50,6 +46,25 @@ def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: i
         seed=spec.train.seed,
         resumed=bool(command.checkpoint),
     )
+
+
+def ortho_plan(run: RunDir, task: Task, command: LeaderCommand) -> OrthoPlan | None:
+    """Return what the shim needs for orthogonalised steps, None for other methods; the library is copied into the run.
+
+    Raises:
+        TulaError: the run directory cannot be written.
+    """
+    train = task.spec.train
+    if not train.facts.orthogonalises:
+        return None
+    return OrthoPlan(code=_library(run), beta2_power=command.batch / train.reference_batch)
+
+
+def _library(run: RunDir) -> str:
+    try:
+        return str(copy_optim(run.path))
+    except OSError as error:
+        raise cannot_write(run.path, error) from error
 
 
 def _steps_per_epoch(task: Task, batch: int, size: int | None) -> int:

@@ -125,6 +125,7 @@ class ScriptStart:
             save=script.save == "hooks",
             checkpoint=self._saved_by_hooks(script),
             ags=scaled.ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
+            ortho=scaled.ortho_plan(self.run, self.task, self.command),
             schedule=start is not None,
             files=None if isinstance(self.task, TrainTask) else (str(self._out()),),
             rehearsal=None if self._rehearsed is None or start is None else self._rehearsed.killing(start),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,3 +58,48 @@ def squared_norm(parts: Sequence[Tensor]) -> Tensor:
     square = indicators.squared_norm(parts)
     dist.all_reduce(square)
     return square
+
+
+def gathered(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the whole tensors of which the ranks hold parts, the same on all ranks, which all take part; one collective.
+
+    Args:
+        params: DTensors, divided among all ranks along one dimension.
+        parts: this rank's, of one type, divided as the parameters are.
+    """
+    world = dist.get_world_size()
+    shapes = [[_part(param, rank)[1] for param in params] for rank in range(world)]
+    sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+    longest = max(map(sum, sizes))
+    sent = parts[0].new_zeros(longest)
+    torch.cat([part.reshape(-1) for part in parts], out=sent[: sum(part.numel() for part in parts)])
+    received = sent.new_empty(world, longest)
+    dist.all_gather_into_tensor(received.view(-1), sent)
+    pieces = [
+        [flat.view(shape) for flat, shape in zip(row.split([*size, longest - sum(size)]), shape_, strict=False)]
+        for row, size, shape_ in zip(received.unbind(), sizes, shapes, strict=True)
+    ]
+    return [torch.cat(own, dim=_dimension(param)) for param, own in zip(params, zip(*pieces, strict=True), strict=True)]
+
+
+def part_of(whole: Tensor, param: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor that is divided as a parameter is."""
+    start, shape = _part(param, dist.get_rank())
+    dimension = _dimension(param)
+    return whole.narrow(dimension, start, shape[dimension])
+
+
+def _dimension(param: Any) -> int:
+    dimension: int = param.placements[0].dim
+    return dimension % int(param.ndim)
+
+
+def _part(param: Tensor, rank: int) -> tuple[int, tuple[int, ...]]:
+    """Return where a rank's part of a parameter starts, and its shape: as torch.chunk divides."""
+    dimension, world = _dimension(param), dist.get_world_size()
+    length = param.shape[dimension]
+    most = -(-length // world)
+    start = min(rank * most, length)
+    shape = list(param.shape)
+    shape[dimension] = min(most, length - start)
+    return start, tuple(shape)

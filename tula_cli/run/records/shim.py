@@ -34,6 +34,13 @@ class AgsPlan(Record):
     resumed: bool  # whether the script goes on from a checkpoint
 
 
+class OrthoPlan(Record):
+    """What the shim needs to orthogonalise the steps of the script's optimizers."""
+
+    code: str  # the folder in which the library is
+    beta2_power: float  # batch / reference batch
+
+
 class Killing(Record):
     """How a rehearsal's first start ends."""
 
@@ -64,6 +71,7 @@ class ShimPlan(Record):
     save: bool = False
     checkpoint: str = ""
     ags: AgsPlan | None = None
+    ortho: OrthoPlan | None = None
     rehearsal: Killing | None = None
     schedule: bool = False  # rows tell where the scheduler stands
     files: tuple[str, ...] | None = None  # folders to write in; what else is changed is written down; None: nothing is

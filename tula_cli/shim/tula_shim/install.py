@@ -58,6 +58,8 @@ def install() -> None:
         mine.files.listen()
     if mine.ags is not None:
         _hook_ags(mine)
+    if mine.ortho is not None:
+        mine.ortho.listen()
     _hook_optimizers(mine)
     _hook_backward(mine)
     _hook_gaps(mine)

@@ -12,6 +12,7 @@ VARIABLE = "TULA_PLAN"
 VERSION = 1
 STEPS = 15
 AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
+ORTHO = {"code", "beta2_power"}
 REHEARSAL = {"checkpoint", "after"}
 
 
@@ -39,6 +40,7 @@ class Plan:
     save: bool
     checkpoint: str
     ags: dict[str, Any] | None
+    ortho: dict[str, Any] | None
     rehearsal: dict[str, Any] | None
     schedule: bool
     files: list[str] | None
@@ -102,6 +104,7 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         save=bool(given.get("save", False)),
         checkpoint=str(given.get("checkpoint", "")),
         ags=_part(path, given, "ags", AGS),
+        ortho=_part(path, given, "ortho", ORTHO),
         rehearsal=_part(path, given, "rehearsal", REHEARSAL),
         schedule=bool(given.get("schedule", False)),
         files=given.get("files"),

@@ -14,6 +14,7 @@ from .hooks.ddp_split import DdpSplit
 from .hooks.files import Files
 from .hooks.killing import Killing
 from .hooks.optimizers import Optimizers
+from .hooks.ortho_steps import OrthoSteps
 from .hooks.schedules import Schedule
 from .place import own_rank, world
 from .plan import Plan
@@ -58,6 +59,7 @@ class Recorder:
         self.split = DdpSplit()
         self.requests = Requests(self.plan)
         self.ags = AgsSteps(self.plan, self.split) if self.plan.ags is not None else None
+        self.ortho = OrthoSteps(self.plan) if self.plan.ortho is not None else None
         self.restart()
 
     def restart(self, *, by_hand: bool = False) -> None:
@@ -173,7 +175,8 @@ class Recorder:
             self.pulse.load(path, written)
 
     def _take_notes(self) -> None:
-        for text in self.ags.said() if self.ags is not None else ():
+        notes = [text for steps in (self.ags, self.ortho) if steps is not None for text in steps.said()]
+        for text in notes:
             if self.plan.training:
                 self.pulse.note(self.step, text)
             else:

@@ -11,6 +11,7 @@ import torchvision.models
 from torch import nn
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.muon import MuonWithAdamW, missing_muon
 from tula_cli.optim.parts.shares import share
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec, beta2_at, beta2_half_life
@@ -151,6 +152,8 @@ def build_optimizer(
     name, tensors = spec.optimizer.name, flat(parameters)
     if name == "LBFGS":
         raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
+    if name == "Muon" and (why := missing_muon()):
+        raise SpecError(f"optimizer.name: {why}", "install a newer torch, or set optimizer.name: AdamW")
     if instead is not None:
         _check_replaced(spec)
     target = instead or load(name, OPTIMIZERS, kind="optimizer")
@@ -271,7 +274,7 @@ def _regularisation(spec: JobSpec, target: Callable[..., Any]) -> dict[str, floa
 
 
 OPTIMIZERS: dict[str, Any] = {
-    name: kind
+    name: MuonWithAdamW if name == "Muon" else kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
 }

@@ -1,4 +1,4 @@
-"""Method ortho: SGD's step in length, turned into the nearest orthogonal direction (as in Muon)."""
+"""Method ortho: the optimizer's update of each matrix, as long as it is, in the nearest orthogonal direction (as in Muon)."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from tula_cli.worker.parallel.wrapping import Parallel
 
 
 class WithOrtho(Plain):
-    """Turns the step of each matrix."""
+    """Orthogonalises the update of each matrix."""
 
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
@@ -24,14 +24,15 @@ class WithOrtho(Plain):
         try:
             Ortho(optimizer, model=model)
         except ValueError as error:
-            hint = "set optimizer.name: SGD, or another method"
+            hint = "set optimizer.name: AdamW or SGD, or another method"
             raise SpecError(f"train.method {spec.train.method}: {error}", hint) from error
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         return Memory(before=[p for p in parameters if p.ndim > 1])
 
     def local_stepper(self, loop: Loop) -> torch.optim.Optimizer:
-        return loop.optimizer  # turning a step is local work
+        # orthogonalising a step is local work, unless the ranks have to gather the updates for it
+        return loop.base if loop.spec.train.sharded else loop.optimizer
 
 
 METHOD = WithOrtho()

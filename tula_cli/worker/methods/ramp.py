@@ -1,7 +1,7 @@
-"""Method ramp: a batch that grows over the first epochs, with ortho's turned steps where the optimizer is SGD.
+"""Method ramp: a batch that grows over the first epochs, with ortho's orthogonalised steps.
 
-The growing batch and the learning rate at each are of the loop (`train.ramp`), for any method; this one has them by default. Of
-an optimizer that divides by the gradient's magnitude the step stays, and has no length that a direction could take over.
+The growing batch and the learning rate at each are of the loop (`train.ramp`), for any method; this one has them by default.
+Muon, which orthogonalises its steps by itself, is left as it is.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tula_cli.optim.orthogonal import is_sgd
+from tula_cli.optim.orthogonal import REFUSED, refusal
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.ortho import WithOrtho
 from tula_cli.worker.methods.plain import Configuration, Memory
@@ -17,20 +17,19 @@ from tula_cli.worker.parallel.wrapping import Parallel
 
 
 class WithRamp(WithOrtho):
-    """Turns the step of each matrix, where SGD makes it."""
+    """Orthogonalises the update of each matrix, unless the optimizer does."""
 
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
-        return super().wrap(base, parallel, configuration) if is_sgd(base) else base
+        return base if refusal(base) else super().wrap(base, parallel, configuration)
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if is_sgd(optimizer):
+        if not refusal(optimizer):
             super().check(spec, model, optimizer)
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
-        by_sgd = spec.optimizer.name == "SGD" or ":" in spec.optimizer.name  # of a class of the user's own the most
-        return super().memory(spec, parameters, several=several) if by_sgd else Memory()
+        return Memory() if spec.optimizer.name in REFUSED else super().memory(spec, parameters, several=several)
 
 
 METHOD = WithRamp()

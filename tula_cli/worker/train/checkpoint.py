@@ -292,11 +292,14 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
         trainer.parallel.module.load_state_dict(content["model"])
     except RuntimeError as error:
         raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
-    decays = [group.get("weight_decay") for group in trainer.base.param_groups]
+    before = [(group.get("weight_decay"), group.get("betas")) for group in trainer.base.param_groups]
     _load_optimizer(trainer, content["optimizer"])
-    for group, decay in zip(trainer.base.param_groups, decays, strict=True):
-        if decay is not None:  # the job's own: an arm (method auto) has another than what it goes on from
+    # those of the job: an arm (method auto) has others than what it goes on from; beta2 follows the batch at each step
+    for group, (decay, betas) in zip(trainer.base.param_groups, before, strict=True):
+        if decay is not None:
             group["weight_decay"] = decay
+        if betas is not None:
+            group["betas"] = (betas[0], *group["betas"][1:])
     _lay_like_parameters(trainer.base)
 
 

@@ -87,7 +87,7 @@ def scheduled(schedule: Schedule, base: float, *, epoch: float, warmup: float, e
 
     Args:
         schedule: multistep multiplies by gamma at each milestone; cosine and linear fall from the end of the warm-up to
-            `min_lr` at the last epoch; one-cycle (Smith and Topin 2018) grows as a cosine from 1/25 up to the full rate at
+            `min_lr` at the last epoch, linear from `decay_from` on; one-cycle (Smith and Topin 2018) grows as a cosine from 1/25 up to the full rate at
             `peak` and falls as a cosine to `min_lr`; constant stays.
         base: learning rate that the schedule starts from.
         epoch: epochs done.
@@ -101,8 +101,9 @@ def scheduled(schedule: Schedule, base: float, *, epoch: float, warmup: float, e
         if epoch < top:
             return _cosine(base / ONE_CYCLE_START, base, epoch / top)
         return _cosine(base, schedule.min_lr, min(1.0, (epoch - top) / (epochs - top)))
-    if schedule.kind in ("cosine", "linear") and epoch > warmup:
-        share = min(1.0, (epoch - warmup) / (epochs - warmup)) if epochs > warmup else 1.0
+    start = max(warmup, schedule.decay_from * epochs)
+    if schedule.kind in ("cosine", "linear") and epoch > start:
+        share = min(1.0, (epoch - start) / (epochs - start)) if epochs > start else 1.0
         if schedule.kind == "linear":
             return base + (schedule.min_lr - base) * share
         return _cosine(base, schedule.min_lr, share)

@@ -209,14 +209,9 @@ class AgsSteps:
         base = self.tula.base if self.tula is not None else (self._found() or (None,))[0]
         if optimizer is not base:
             return None
-        from torch import enable_grad, no_grad
+        from torch import no_grad
 
-        changed = None
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is not None:
-            with enable_grad():
-                loss = closure()
-            changed = _with_closure(lambda: loss, args, kwargs)
+        changed = evaluated(args, kwargs)
         if self.tula is None:  # nothing has been backward
             return changed
         self._check_loop()
@@ -371,14 +366,14 @@ _ALONE = (
 _OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset robust does without"
 
 
-def unsupported() -> str:
+def unsupported(what: str = "AGS") -> str:
     """Return why the library cannot be imported here; empty where it can."""
     torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
     found = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
     if sys.version_info[:2] >= LEAST_PYTHON and found >= LEAST_TORCH:
         return ""
     python, least = (".".join(map(str, version)) for version in (LEAST_PYTHON, LEAST_TORCH))
-    return f"AGS needs Python {python} and torch {least} or newer, and the script runs Python {platform.python_version()} with torch {torch}"
+    return f"{what} needs Python {python} and torch {least} or newer, and the script runs Python {platform.python_version()} with torch {torch}"
 
 
 def takes_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
@@ -389,6 +384,18 @@ def takes_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
 
 def _size(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def evaluated(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Evaluate the closure of an optimizer's step; return what the step is called with instead, None without a closure."""
+    from torch import enable_grad
+
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    with enable_grad():
+        loss = closure()
+    return _with_closure(lambda: loss, args, kwargs)
 
 
 def _with_closure(closure: Callable[[], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.muon import split
 from tula_cli.spec.sections import Optimizer
 from tula_cli.words import number, plural
 from tula_cli.worker.build.finetune.patterns import chosen
@@ -17,11 +18,16 @@ Parameters = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
 def parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
     """Return what of a model is trained: its parameters, or as groups where the section has some.
 
-    What no group names comes first, with the section's own values.
+    What no group names comes first, with the section's own values. Muon's and AdamW's are different groups.
 
     Raises:
         SpecError: a pattern names nothing, or a group is left without a parameter.
     """
+    groups = _groups(section, model)
+    return split(groups, model) if section.name == "Muon" else groups
+
+
+def _groups(section: Optimizer, model: nn.Module) -> Parameters:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not section.groups:
         return trained
@@ -59,7 +65,7 @@ def flat(parameters: Parameters) -> list[nn.Parameter]:
 
 def told(section: Optimizer, model: nn.Module) -> tuple[str, ...]:
     """Return a line for each group."""
-    groups = [group for group in parameter_groups(section, model) if isinstance(group, dict)]
+    groups = [group for group in _groups(section, model) if isinstance(group, dict)]
     lines = []
     for asked, group in zip(section.groups, groups[len(groups) - len(section.groups) :], strict=True):
         decay = section.weight_decay if asked.weight_decay is None else asked.weight_decay

@@ -1,0 +1,109 @@
+"""torch.optim.Muon for a whole network: matrices by Muon, all other parameters by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .orthogonal import find_maps
+from .parts.wrapper import Optimizer
+
+ADAMW_SHARE = 0.1
+"""AdamW's learning rate by Muon's, unless `adjust_lr_fn: match_rms_adamw` makes the same rate fit both."""
+
+
+def missing_muon() -> str:
+    """Return why torch.optim.Muon cannot be used; empty if it can."""
+    return "" if hasattr(torch.optim, "Muon") else f"torch.optim.Muon needs torch 2.9 or newer, not {torch.__version__}"
+
+
+class MuonWithAdamW(Optimizer):
+    """torch.optim.Muon for matrices and the weights of convolutions, torch.optim.AdamW for all else.
+
+    Args:
+        params: parameters, or groups of them; `split` marks by "by_muon" the groups that Muon updates. Without the mark Muon
+            updates parameters of two dimensions.
+        lr: of Muon.
+        weight_decay: of both.
+        momentum: of Muon.
+        adamw: arguments of AdamW that differ: lr, betas, eps, weight_decay ...
+        muon: further arguments of torch.optim.Muon.
+
+    Raises:
+        ValueError: this torch has no Muon, or an argument is refused.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        adamw: Mapping[str, Any] | None = None,
+        **muon: Any,
+    ) -> None:
+        if why := missing_muon():
+            raise ValueError(why)
+        ratio = 1.0 if muon.get("adjust_lr_fn") == "match_rms_adamw" else ADAMW_SHARE
+        rest = {"lr": lr * ratio, "weight_decay": weight_decay, **(adamw or {})}
+        matrix, vector = nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))
+        self._muon = torch.optim.Muon([matrix], lr=lr, weight_decay=weight_decay, momentum=momentum, **muon)
+        self._adamw = torch.optim.AdamW([vector], **rest)
+        groups = []
+        for group in split(list(params)):
+            own = {key: value for key, value in group.items() if value is not None}
+            defaults = (self._muon if group["by_muon"] else self._adamw).defaults
+            if "lr" in own:
+                own["lr"] *= defaults["lr"] / lr
+            groups.append({**defaults, **own})
+        super().__init__(groups, {})
+
+    def _update(self) -> None:
+        for inner, by_muon in ((self._muon, True), (self._adamw, False)):
+            inner.param_groups = [group for group in self.param_groups if group["by_muon"] == by_muon]
+            inner.state = self.state
+        with _as_matrices([p for group in self._muon.param_groups for p in group["params"]]):
+            self._muon.step()
+        self._adamw.step()
+
+
+def split(params: Sequence[Any], model: nn.Module | None = None) -> list[dict[str, Any]]:
+    """Return groups of parameters of which each is updated by Muon or by AdamW, as its "by_muon" tells.
+
+    Args:
+        params: parameters or groups; those that are marked already stay as they are.
+        model: whose weights they are; None: those of two dimensions are taken for matrices.
+    """
+    maps = None if model is None else set(map(id, find_maps(model)))
+    groups = params if params and isinstance(params[0], dict) else [{"params": list(params)}]
+    result = []
+    for group in groups:
+        chosen: dict[bool, list[Tensor]] = {True: [], False: []}
+        for p in group["params"]:
+            by_muon = bool(group.get("by_muon", p.ndim == 2 if maps is None else id(p) in maps))
+            chosen[by_muon].append(p)
+        result += [{**group, "params": own, "by_muon": by_muon} for by_muon, own in chosen.items() if own]
+    return result
+
+
+@contextmanager
+def _as_matrices(params: Sequence[Tensor]) -> Iterator[None]:
+    """Show convolutions' weights and gradients as matrices of (outputs, all else), which Muon asks for."""
+    shaped = [(p, p.data, p.grad) for p in params if p.ndim > 2 and p.grad is not None]
+    for p, weight, grad in shaped:
+        p.grad = None
+        p.data = weight.flatten(1)
+        p.grad = grad.flatten(1)
+    try:
+        yield
+    finally:
+        for p, weight, grad in shaped:
+            p.grad = None
+            if p.data.data_ptr() != weight.data_ptr():  # its memory is ordered otherwise (channels_last)
+                weight.copy_(p.data.view_as(weight))
+            p.data = weight
+            p.grad = grad

@@ -1,0 +1,192 @@
+"""Orthogonalised steps of the script's own optimizers: a hook before each step keeps the weights, one after it sets the update.
+
+tula's library of optimizers does so, a copy of which lies in the run. A script in which nothing can be orthogonalised ends with
+`CannotOrthogonaliseError`: nothing is trained as if it were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, Iterator, NoReturn
+
+from .ags_steps import INSTEAD, PACKAGE, evaluated, unsupported
+from .failing import write_failure
+from .optimizers import full_name, parameters
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+PATIENCE = 3
+"""Steps of optimizers without a matrix after which the training ends."""
+REFERENCE_BETA2 = "tula_reference_beta2"
+"""In the optimizer's parameter groups, hence in checkpoints: beta2 as the script has set it."""
+
+
+class CannotOrthogonaliseError(RuntimeError):
+    """No step can be orthogonalised in this script; the words are for the user."""
+
+
+class OrthoSteps:
+    """Method ortho in one process, for each of its optimizers.
+
+    Args:
+        plan: with "code", the folder of the library, and "beta2_power", batch / reference batch.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.ortho is not None
+        self.plan = plan
+        self.notes: list[str] = []  # not reported yet
+        self.failed: CannotOrthogonaliseError | None = None
+        self._wrapped: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )  # number of parameters, Ortho or None
+        self._declared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._open: Any | None = None  # the optimizer whose step is being taken, and what orthogonalises it
+        self._without = 0
+
+    def listen(self) -> None:
+        """Have torch report the steps of optimizers. Called before the hooks that count steps."""
+        from torch.cuda.amp import GradScaler
+        from torch.optim import optimizer as module
+
+        module.register_optimizer_step_pre_hook(self.before_step)
+        module.register_optimizer_step_post_hook(lambda optimizer, *_: self.after_step(optimizer))
+        scaler: Any = next(base for base in GradScaler.__mro__[::-1] if "step" in vars(base))
+        step = scaler.step
+
+        @functools.wraps(step)
+        def stepping(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+            optimizer._step_supports_amp_scaling = False  # a fused step would unscale the gradients only inside
+            return step(self, optimizer, *arguments, **named)
+
+        scaler.step = stepping
+
+    def declare(self, optimizer: Any, model: Any) -> None:
+        """Remember the module of an optimizer that the loop names, which need not be searched then."""
+        if model is not None:
+            self._declared[getattr(optimizer, "optimizer", optimizer)] = model  # a trainer's, around that of torch
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Keep the weights; return what the optimizer's step is called with instead, if it has a closure.
+
+        Raises:
+            CannotOrthogonaliseError: nothing in this script can be orthogonalised.
+        """
+        if self.failed is not None:
+            raise self.failed  # the script has caught it
+        if self._open is not None and self._open[0] is not optimizer:
+            return None  # a step inside that of another optimizer
+        self._close(RuntimeError("the step was broken off"))
+        ortho = self._ortho(optimizer)
+        if ortho is None:
+            return None
+        from torch import no_grad
+
+        changed = evaluated(args, kwargs)
+        self._set_beta2(optimizer)
+        self._open = (optimizer, ortho.around_base_step())
+        with no_grad():
+            self._open[1].__enter__()
+        return changed
+
+    def after_step(self, optimizer: Any) -> None:
+        """Orthogonalise the update."""
+        if self._open is not None and self._open[0] is optimizer:
+            self._close(None)
+
+    def _close(self, error: RuntimeError | None) -> None:
+        """End a step; after an error the weights are put back."""
+        if self._open is None:
+            return
+        from torch import no_grad
+
+        (_, step), self._open = self._open, None
+        with no_grad(), contextlib.suppress(*([] if error is None else [type(error)])):
+            step.__exit__(error and type(error), error, None)
+
+    def _ortho(self, optimizer: Any) -> Any | None:
+        """Return what orthogonalises an optimizer's steps, made anew if it has other parameters; None if nothing can.
+
+        Raises:
+            CannotOrthogonaliseError: it cannot be done, or no optimizer of the script has a matrix.
+        """
+        count = sum(1 for _ in parameters(optimizer))
+        known = self._wrapped.get(optimizer)
+        if known is None or known[0] != count:
+            known = self._wrapped[optimizer] = (count, self._made(optimizer))
+        self._without = 0 if known[1] is not None else self._without + 1
+        if self._without > PATIENCE and all(ortho is None for _, ortho in self._wrapped.values()):
+            self.fail("no optimizer of the script updates a matrix or a convolution that could be orthogonalised")
+        return known[1]
+
+    def _made(self, optimizer: Any) -> Any | None:
+        assert self.plan.ortho is not None
+        if why := unsupported("method ortho"):
+            self.fail(why)
+        if self.plan.ortho["code"] not in sys.path:
+            sys.path.append(self.plan.ortho["code"])  # not removed: parts of it are imported late
+        library = importlib.import_module(f"{PACKAGE}.orthogonal")
+        if why := library.refusal(optimizer):
+            self.notes.append(f"not orthogonalised: {why}")
+            return None
+        model = self._declared.get(optimizer)
+        try:
+            ortho = library.Ortho(optimizer, model=find_module(optimizer) if model is None else model)
+        except ValueError as error:
+            self.fail(str(error))
+        if matrices := ortho.matrices():
+            numbers, total = sum(p.numel() for p in matrices), sum(p.numel() for p in parameters(optimizer))
+            self.notes.append(
+                f"method ortho orthogonalises the updates of {len(matrices)} matrices ({numbers} of {total} numbers) of"
+                f" {full_name(optimizer)}"
+            )
+            return ortho
+        return None
+
+    def _set_beta2(self, optimizer: Any) -> None:
+        """Keep the half-life of the second moment in samples: beta2 is the script's to the power of batch / reference batch."""
+        assert self.plan.ortho is not None
+        if not any("Adam" in kind.__name__ for kind in type(optimizer).__mro__):
+            return
+        for group in optimizer.param_groups:
+            if len(group.get("betas") or ()) == 2:
+                reference = group.setdefault(REFERENCE_BETA2, group["betas"][1])
+                group["betas"] = (group["betas"][0], reference ** self.plan.ortho["beta2_power"])
+
+    def said(self) -> Iterator[str]:
+        """Yield what is to be reported, once."""
+        while self.notes:
+            yield self.notes.pop(0)
+
+    def fail(self, why: str) -> NoReturn:
+        """Tell the supervisor, and raise: now, and at each step to come.
+
+        Raises:
+            CannotOrthogonaliseError: always.
+        """
+        self.failed = CannotOrthogonaliseError(f"train.method ortho: {why}{INSTEAD}")
+        write_failure(self.plan, self.failed, step=0, where="method")
+        raise self.failed
+
+
+def find_module(optimizer: Any) -> Any:
+    """Return the module whose parameters an optimizer updates; of several, or of none, a list of them."""
+    from torch import nn
+
+    updated = {id(parameter) for parameter in parameters(optimizer)}
+    modules = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), nn.Module)
+        and "_parameters" in vars(thing)
+        and any(id(parameter) in updated for parameter in thing.parameters())
+    ]
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    roots = [module for module in modules if id(module) not in inner]
+    return roots[0] if len(roots) == 1 else nn.ModuleList(roots)

@@ -14,7 +14,7 @@ from tula_cli.cli.app import app
 from tula_cli.services.profile import node_hours_at_most
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.methods import METHODS
+from tula_cli.spec.methods import METHODS, Facts
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -81,10 +81,9 @@ def test_every_training_method_has_its_words() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_told_of_a_method_stands_in_the_page_of_accuracy(method: str) -> None:
-    page = text("docs/accuracy.md")
-    figures = re.findall(r"-?\d+(?:\.\d+)?", METHODS[method].worth)
-    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", page)] == []
+def test_results_of_a_method_stand_in_the_page_of_accuracy_alone(method: str) -> None:
+    summary = METHODS[method].summary
+    assert summary != Facts().summary and not re.search(r"\d", summary)
 
 
 @each_page

@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -35,7 +36,8 @@ from tula_cli.services.node_check import findings
 from tula_cli.services.progress import job_status
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
-from tula_cli.spec.methods import worth
+from tula_cli.spec.job import describe_training_method
+from tula_cli.spec.load import load_spec
 from tula_cli.version import __version__
 from tula_cli.words import near
 
@@ -162,13 +164,15 @@ def test_profile_recommend_train(cluster):
     assert cluster.launcher.submitted[2].startswith("train-")
 
 
-def test_recommend_and_train_tell_what_the_method_was_found_to_be_worth(cluster):
+def test_check_recommend_and_train_print_one_line_about_the_method(cluster):
     tula("profile", "job.yaml")
     recommended = tula("recommend", "--json")
-    assert recommended.json["data"]["worth"] == worth("ags")
-    assert worth("ags") in " ".join(tula("recommend").out.split())
+    line = describe_training_method(load_spec(Path("job.yaml")))
+    assert recommended.json["data"]["method_line"] == line
     planned = tula("train", "--dry-run")
-    assert worth("ags") in " ".join((planned.out + planned.err).split())
+    checked = tula("check", "job.yaml", "--offline")
+    for text in (tula("recommend").out, planned.out + planned.err, checked.out):
+        assert " ".join(text.split()).count(line) == 1
 
 
 def test_profile_again_does_only_what_is_missing(cluster):
@@ -543,7 +547,7 @@ def edit(here, **changes):
 def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(cluster, here):
     tula("profile", "job.yaml")
     tula("recommend")
-    edit(here, train={"epochs": 9}, optimizer={"lr": 0.002})
+    edit(here, train={"epochs": 9, "method": "ags"}, optimizer={"lr": 0.002})
     told = "job.yaml says otherwise by now: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
     for command in (["train"], ["compare", "--batch", 64]):
         refused = tula(*command)
@@ -864,10 +868,13 @@ def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, ki
     assert Path("new.yaml").read_text() != "mine"
 
 
-def test_init_tells_what_the_method_was_found_to_be_worth(cluster):
-    told = tula("init", "-o", "new.yaml", "--json")
-    assert told.json["data"]["worth"] == worth("ramp") and worth("ramp") in told.err
-    assert worth("lbt") in tula("init", "-o", "own.yaml", "--from-command", COMMAND).err
+def test_init_says_which_method_the_job_has_and_why(cluster):
+    written = tula("init", "-o", "new.yaml", "--json")
+    line = written.json["data"]["method_line"]
+    assert line.startswith("method ramp, the default because") and line in written.err
+    around = tula("init", "-o", "own.yaml", "--from-command", COMMAND).err
+    assert re.search(r"method (lrs|lbt), the default because the batch of a script cannot change", around)
+    assert describe_training_method(load_spec(Path("new.yaml"))) == line
 
 
 def test_init_writes_the_hooks_of_a_script_once(here):

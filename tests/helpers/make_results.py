@@ -161,7 +161,7 @@ def spec(**sections: object) -> JobSpec:
         "model": {"name": "resnet18"},
         "dataset": {"name": "CIFAR10"},
         "optimizer": {"lr": 0.1},
-        "train": {"epochs": 10},
+        "train": {"epochs": 10, "method": "ags"},
         "search": {"nodes": [2, 4, 8, 16], "min_batch": 32},
         "pricing": {"price": 2.0},
     }

@@ -26,15 +26,16 @@ SPEC: dict[str, Any] = {
     "model": {"name": "resnet18"},
     "dataset": {"name": "digits"},
     "optimizer": {"lr": 0.1},
-    "train": {"epochs": 4},
+    "train": {"epochs": 4, "method": "ags"},
     "search": {"nodes": [1, 2], "max_node_hours": 10},
 }
 START = 1_700_000_000.0  # Unix time
 
 
 def spec(**changes: Any) -> JobSpec:
-    """Return a small spec; `changes` replace whole sections."""
-    return validate({**SPEC, **changes}, source="test")
+    """Return a small spec; `changes` replace whole sections. Without another method it has ags."""
+    content = {**SPEC, **changes}
+    return validate({**content, "train": {"method": "ags", **content["train"]}}, source="test")
 
 
 def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec:

@@ -826,7 +826,8 @@ def script_job(command: str = COMMAND, lr: float | None = 0.1, **changes) -> Job
         "reference": {"batch": 32, **({} if lr is None else {"lr": lr})}, **changes,
     }  # fmt: skip
     return make.validate(
-        {"name": "own", "script": script, "search": {"nodes": [1], "max_node_hours": 1}}, source="test"
+        {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
+        source="test",
     )
 
 

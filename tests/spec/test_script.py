@@ -5,7 +5,7 @@ import yaml
 from pydantic import ValidationError
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, program, render
@@ -286,7 +286,7 @@ def job(**changes: object) -> JobSpec:
 def test_a_job_has_a_script_in_place_of_the_loops_sections() -> None:
     spec = job(train={"accumulate": 2, "seed": 5})
     assert spec.script is not None and spec.script.command == COMMAND
-    assert (spec.train.method, spec.train.epochs, spec.train.reference_batch) == ("lbt", 3, 256)
+    assert (spec.train.method, spec.train.epochs, spec.train.reference_batch) == ("lrs", 3, 256)
     for written in (spec.model_dump(mode="json"), spec.model_dump(exclude_unset=True), yaml.safe_load(dump_yaml(spec))):
         assert not written.keys() & {"model", "dataset", "optimizer", "schedule", "ags"}
         assert written["train"].keys() <= {
@@ -382,3 +382,29 @@ def test_signatures_tell_what_a_measurement_and_a_training_depend_on(
     one, other = job(), job(**changes)
     assert (signature(one) == signature(other)) is probes
     assert (train_signature(one, nodes=1, batch=64) == train_signature(other, nodes=1, batch=64)) is training
+
+
+@pytest.mark.parametrize(
+    ("options", "train", "expected"),
+    [
+        ("--lr {lr}", {}, ("lrs", "sqrt")),
+        ("--scale {lr_factor}", {}, ("lrs", "sqrt")),
+        ("", {}, ("lbt", "auto")),
+        ("--template {{lr}}", {}, ("lbt", "auto")),
+        ("--lr {lr}", {"seed": 3, "method": None}, ("lrs", "sqrt")),
+        ("--lr {lr}", {"method": "lbt"}, ("lbt", "auto")),
+        ("--lr {lr}", {"method": "lrs"}, ("lrs", "auto")),
+        ("--lr {lr}", {"lr_scaling": "linear"}, ("lbt", "linear")),
+        ("--lr {lr}", {"lr_scaling": "none"}, ("lbt", "none")),
+    ],
+)
+def test_a_script_without_a_method_has_a_scaled_rate_if_its_command_takes_one(
+    options: str, train: dict[str, object], expected: tuple[str, str]
+) -> None:
+    reference = {"batch": 64, **({"lr": 0.1} if " {lr}" in options else {})}
+    script = {"command": f"t.py -b {{batch}} {options}", "length": {"epochs": 1}, "reference": reference}
+    spec = validate({"script": script, "train": train}, source="test")
+    assert (spec.train.method, spec.train.lr_scaling) == expected
+    is_default = "method" not in {key for key, value in train.items() if value} and "lr_scaling" not in train
+    assert ("the default because" in describe_training_method(spec)) == is_default
+    assert validate(spec.model_dump(exclude_unset=True), source="test") == spec

@@ -11,7 +11,7 @@ BASE: dict[str, Any] = {
     "model": {"name": "resnet18"},
     "dataset": {"name": "fake"},
     "optimizer": {"lr": 0.1},
-    "train": {"epochs": 2},
+    "train": {"epochs": 2, "method": "ags"},
 }
 
 

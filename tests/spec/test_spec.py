@@ -10,7 +10,7 @@ import yaml
 from tula_cli.errors import SpecError
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec, lr_scale
+from tula_cli.spec.job import JobSpec, describe_training_method, lr_scale
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import dump_yaml, load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX, leaves, merge_sources, override
@@ -52,6 +52,7 @@ def spec(**changes) -> JobSpec:
         for part in parents:
             section = section.setdefault(part, {})
         section[last] = value
+    content["train"].setdefault("method", "ags")  # most settings act on it
     return JobSpec.model_validate(content)
 
 
@@ -280,7 +281,7 @@ def test_minimal_spec_has_defaults_for_the_rest(write):
     found = load(write(MINIMAL))
     assert found.search.nodes == [2, 4, 8, 16]
     assert found.search.min_batch == 32
-    assert found.train.method == "ags"
+    assert found.train.method == "ramp"
     assert found.ags.resolved().delta == 0.5
     assert found.cluster.slurm is None
 
@@ -594,7 +595,7 @@ def test_null_section_is_a_problem_and_an_override_fills_it(write):
 
 
 def test_a_preset_fills_what_is_not_given(write):
-    found = load(write(MINIMAL), "ags.preset=robust", "ags.delta=0.8").ags.resolved()
+    found = load(write(MINIMAL), "train.method=ags", "ags.preset=robust", "ags.delta=0.8").ags.resolved()
     assert (found.granularity, found.source, found.scale_ema) == ("tensor", "local_norms", 0.9)
     assert (found.delta, found.refresh.every, found.s_min) == (0.8, 1, 1e-3)
     paper = load(write(MINIMAL)).ags.resolved()
@@ -603,7 +604,9 @@ def test_a_preset_fills_what_is_not_given(write):
 
 
 def test_no_threshold_can_be_written_in_two_ways(write):
-    assert load(write(MINIMAL), "ags.delta=.inf") == load(write(MINIMAL), "ags.delta=inf")
+    assert load(write(MINIMAL), "train.method=ags", "ags.delta=.inf") == load(
+        write(MINIMAL), "train.method=ags", "ags.delta=inf"
+    )
 
 
 @pytest.mark.parametrize(
@@ -853,6 +856,36 @@ def test_configs_have_the_hyper_parameters_of_the_paper(name, lr, decay, milesto
     assert (found.pricing.kind, found.pricing.price) == ("gpu_hour", 2.48)
 
 
+@pytest.mark.parametrize("name", ["ags", "auto"])
+def test_a_section_of_a_method_that_the_job_does_not_name_is_refused(write, name):
+    settings = {"ags": "ags.delta=0.2", "auto": "auto.holdout=0.2"}[name]
+    with pytest.raises(SpecError, match=f"train.method: ramp, the default. Set train.method: {name}"):
+        load(write(MINIMAL), settings)
+    assert load(write(MINIMAL), settings, f"train.method={name}", "train.epochs=9").train.method == name
+    assert load(write(MINIMAL), settings, "train.method=lbt").train.method == "lbt", "named, so that it is a choice"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "method", "words", "silent"),
+    [
+        ("SGD", "ramp", "the default because tula's loop", "betas"),
+        ("AdamW", "ramp", "decay_from: 0.7", "Muon"),
+        ("NAdam", "ramp", "With NAdam", "Muon"),
+        ("RMSprop", "ramp", "the default", "betas"),
+        ("Muon", "ramp", "orthogonalises its steps by itself", "betas"),
+        ("AdamW", "lbt", "With AdamW orthogonalised steps", "default"),
+        ("SGD", "ags", "Compare train.method: ramp", "default"),
+        ("SGD", "auto", "takes the ramp", "default"),
+        ("mine:Adam8bit", "ramp", "With mine:Adam8bit", "Muon"),
+    ],
+)
+def test_a_line_says_which_method_a_job_has_and_gives_advice_for_its_optimizer(optimizer, method, words, silent):
+    epochs = {"train__epochs": 9} if method == "auto" else {}
+    line = describe_training_method(spec(optimizer__name=optimizer, train__method=method, **epochs))
+    assert line.startswith(f"method {method}") and words in line and silent not in line
+    assert "\n" not in line and "%" not in line, "results are those of docs/accuracy.md"
+
+
 def test_extreme_values_survive_a_round_trip(write):
     found = spec(ags__delta="inf", ags__refresh={"every": 7}, cluster__memory_per_gpu="3GiB", optimizer__lr=1e-30)
     assert load(write(dump_yaml(found))) == found
@@ -1004,11 +1037,11 @@ def test_a_job_with_types_and_no_price_reads_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "train", "ags", "expected"),
     [
-        ("AdamW", {}, {}, "update"),
+        ("AdamW", {"method": "ags"}, {}, "update"),
         ("RMSprop", {"method": "static"}, {}, "update"),
-        ("AdamW", {}, {"apply_to": "gradient"}, "gradient"),
+        ("AdamW", {"method": "ags"}, {"apply_to": "gradient"}, "gradient"),
         ("AdamW", {"method": "lbt"}, {}, None),
-        ("SGD", {}, {}, None),
+        ("SGD", {"method": "ags"}, {}, None),
     ],
 )
 def test_ags_scales_updates_where_the_optimizer_divides_by_the_gradient(optimizer, train, ags, expected):
@@ -1027,11 +1060,11 @@ def test_ags_scales_updates_where_the_optimizer_divides_by_the_gradient(optimize
 def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_is():
     def job(**ags):
         sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": {"lr": 0.1}}
-        return validate({**sections, "train": {"epochs": 1}, "ags": ags}, source="test")
+        return validate({**sections, "train": {"epochs": 1, "method": "ags"}, "ags": ags}, source="test")
 
-    plain, empty, norms = job(), job(exclude=[]), job(exclude=["norms"])
-    names = [train_signature(spec, nodes=1, batch=64) for spec in (plain, empty, norms)]
-    assert names[0] == names[1] != names[2] and signature(plain) == signature(norms)
+    plain, empty, norms, whole = job(), job(exclude=[]), job(exclude=["norms"]), job(parameters="all")
+    names = [train_signature(spec, nodes=1, batch=64) for spec in (plain, empty, norms, whole)]
+    assert names[0] == names[1] and len(set(names)) == 3 and signature(plain) == signature(norms)
     script = {
         "script": {"command": "python t.py --batch {batch}", "length": {"epochs": 1}, "reference": {"batch": 256}},
         "train": {"method": "ags"},

@@ -60,8 +60,9 @@ def init(
     from tula_cli.services.new_job.for_editors import with_schema
     from tula_cli.services.new_job.from_command import from_command
     from tula_cli.services.new_job.from_sbatch import from_sbatch
-    from tula_cli.services.new_job.from_template import from_template, written_method
-    from tula_cli.spec.methods import worth
+    from tula_cli.services.new_job.from_template import from_template
+    from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
+    from tula_cli.spec.scripts.section import default_train
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
@@ -73,6 +74,7 @@ def init(
         text = from_template(kind, offered, gpus=gpus)
         told: list[str] = [f"wrote {output}; next: tula check {output}"]
         found: dict[str, object] = {}
+        line = describe_method(DEFAULT_METHOD, "SGD", REASON)
     else:
         source = "" if script is None else _read_script(script)
 
@@ -84,12 +86,14 @@ def init(
         made = _asking(screen, make)
         text = made.text
         found, told = show_check.from_command(made, output)
+        default, reason = default_train(made.recognised.script["command"])
+        line = describe_method(default["method"], None, reason)
         warn_all(screen, made.warnings)
     write_atomic(output, with_schema(text, output), mode=FOR_ALL)
     if kind == "slurm":
         screen.note(show_check.offered(offered))
-    screen.note(told_worth := worth(written_method(text)))
-    screen.answer({"path": output, "kind": kind, "site": offered, "worth": told_worth, **found}, told)
+    screen.note(line)
+    screen.answer({"path": output, "kind": kind, "site": offered, "method_line": line, **found}, told)
     return None
 
 

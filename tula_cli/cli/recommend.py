@@ -33,7 +33,6 @@ from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import BadMeasurements, CannotWrite, NotYours
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Lines, Screen
-from tula_cli.spec import methods
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -75,6 +74,7 @@ def recommend(
     from tula_cli.cluster import launcher
     from tula_cli.services import recommend as service
     from tula_cli.services.recommendation.limits import Criteria, Limits
+    from tula_cli.spec.job import describe_training_method
 
     run, spec = _measured(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
@@ -88,10 +88,10 @@ def recommend(
     )
     judged = service.validated(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
-    worth = methods.worth(spec.train.method)
-    data = {**dict(found), **rows, "saved": saved, "worth": worth, **({"validation": judged} if validate else {})}
+    line = describe_training_method(spec)
+    data = {**dict(found), **rows, "saved": saved, "method_line": line, **({"validation": judged} if validate else {})}
     shown = _shown(screen, answer, pareto=pareto, every=every, kept=saved)
-    screen.answer(data, itertools.chain(shown, ["", worth], show_recommend.validation(judged)))
+    screen.answer(data, itertools.chain(shown, ["", line], show_recommend.validation(judged)))
     warn_all(screen, found.warnings)
 
 

@@ -69,7 +69,8 @@ class TulaOptimizer(Wrapper):
             b_large // world, with gradient accumulation the size of a micro-batch.
         max_grad_norm: clips the joint norm of the gradients that the base sees, after scaling.
         seed: seeds the random numbers that the small batch's forward pass draws.
-        exclude: parameters whose factor is always 1. The gate looks at their gradients as at all others.
+        exclude: parameters whose factor is always 1. The gate looks at their gradients as at all others. By default those of
+            embeddings, whose rows are mostly not in the small batch; () scales all, as the paper does.
 
     Attributes:
         base: the base optimizer.
@@ -98,7 +99,7 @@ class TulaOptimizer(Wrapper):
         available: int | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
-        exclude: Iterable[Tensor] = (),
+        exclude: Iterable[Tensor] | None = None,
     ) -> None:
         super().__init__(base)
         one_of("apply_to", apply_to, ("gradient", "update"))

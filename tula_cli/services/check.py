@@ -35,7 +35,7 @@ from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.search import ON_ALL_NODES, largest_local_batch, probes
 from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.words import plural
 
 
@@ -64,6 +64,7 @@ class CheckReport:
     warnings: tuple[str, ...]
     unsettled: UnsettledPlan | None = None  # where only a node can build the model and the dataset
     settings: tuple[str, ...] = ()  # how it computes, in words
+    method_line: str = ""  # how the large batch is trained, and why
     interruption: str = ""  # what one costs a script, in words
     lengths: tuple[PlannedLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
     # of the jobs, as if steps took as long at every length; None where there are none, or their batches are not known
@@ -223,6 +224,7 @@ def check(
         ),
         unsettled=later,
         settings=settings(spec, inspection),
+        method_line=describe_training_method(spec),
         interruption=cost_of_interruption(run, spec),
         expected=expectation(spec, [*_measured(jobs), *_measured(other_lengths(lengths))], run) if jobs else None,
         worth=beside,

@@ -108,7 +108,7 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     elif variant.lr != 1.0:
         content["script"] = scripted.with_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
-        kept = spec.ags.model_dump(include={"consensus", "apply_to", "exclude"})
+        kept = spec.ags.model_dump(include={"consensus", "apply_to", "parameters", "exclude"})
         content["ags"] = {"preset": variant.preset, **kept}
     return validate(variant.content(content), source=f"the job with method {method}")
 

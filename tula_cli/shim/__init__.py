@@ -32,7 +32,7 @@ The plan (optional keys with what they stand for when left out):
     files        folders whose files are the script's to write; where it is given, each process writes down what else it changes
     save         true: look for requests to save (mode train);  checkpoint: the path that the callback is given
     ags          adaptive gradient scaling around the script's optimizer, null for none: "code" (the folder with the package
-                 tula_ags: the optimizers, which need Python 3.10 and torch 2.6), "settings" (as a preset spells them),
+                 tula_ags: the optimizers, which need Python 3.10 and torch 2.6), "settings" (as a preset spells them, and "parameters"),
                  "apply_to" ("gradient", "update"; null: by the optimizer), "b_large", "b_small", "available" (samples that a
                  rank computes at a time), "steps_per_epoch", "seed", "resumed" (whether it goes on from a checkpoint)
 

@@ -54,10 +54,12 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
         yield ""
     if report.inspection is not None:
         yield from inspection(report.inspection)
+    if report.method_line:
+        yield report.method_line
     yield from report.settings
     if report.interruption:
         yield f"checkpoints: {report.interruption}"
-    if report.inspection is not None or report.settings:
+    if report.inspection is not None or report.method_line or report.settings:
         yield ""
     if report.jobs:
         yield from _jobs(report)

@@ -103,8 +103,7 @@ def _early_end(plan: "TrainPlan") -> str:
 
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import cannot_accumulate
-    from tula_cli.spec.job import train_length
-    from tula_cli.spec.methods import worth
+    from tula_cli.spec.job import describe_training_method, train_length
     from tula_cli.spec.scripts.placeholders import program
 
     task, predicted = plan.task, plan.prediction
@@ -113,7 +112,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     length = train_length(task.spec)
     started = "" if task.spec.script is None else f" of {program(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
-    yield worth(task.spec.train.method)
+    yield describe_training_method(task.spec)
     yield from _branches_planned(task)
     yield from _stages_planned(task, predicted)
     yield from _nodes_planned(task)

@@ -51,8 +51,10 @@ class Ags(Section):
     scale_ema: Memory | None = None  # the same for the factors, over refreshes
     # update scales the optimizer's step: what Adam and its like need, and have where nothing is said
     apply_to: Literal["gradient", "update"] | None = None
-    # patterns of parameters whose factor is always 1, or of modules; norms, biases, embeddings are those of the whole model
-    exclude: tuple[str, ...] = ()  # for example [norms, biases, embeddings]
+    # which are scaled: all, as in the paper; auto: all but embeddings, whose rows are mostly not in a small batch
+    parameters: Literal["auto", "all"] = "auto"
+    # patterns of further parameters whose factor is always 1, or of modules; norms, biases, embeddings are those of the whole model
+    exclude: tuple[str, ...] = ()  # for example [norms, biases]
     consensus: Literal["broadcast", "check", "off"] = "broadcast"  # how ranks agree whether to scale
     factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)
 

@@ -12,6 +12,7 @@ from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto, divided
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
+from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
 from tula_cli.spec.parts.of_export import Export
 from tula_cli.spec.parts.of_search import Search
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
@@ -81,6 +82,18 @@ class JobSpec(Section):
             raise ValueError(
                 f"the learning rate is to be scaled ({rule}), and script.command has neither {{lr}} nor {{lr_factor}}; add one,"
                 " or use train.method lbt where the script scales it itself"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sections_have_their_method(self) -> "JobSpec":
+        """Refuse the section of a method that the job does not name: the default method would ignore it."""
+        given = {"ags", "auto"} & self.model_fields_set
+        if self.script is None and "method" not in self.train.model_fields_set and given:
+            name = min(given)
+            raise ValueError(
+                f"section {name} has no effect with train.method: {self.train.method}, the default. Set train.method: {name},"
+                " or remove the section"
             )
         return self
 
@@ -427,3 +440,13 @@ def misfit(spec: JobSpec) -> str:
     if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:
         return f"keeps optimizer.beta2_half_life, and {name} has no beta2: set optimizer.name: AdamW, or leave it out"
     return ""
+
+
+def describe_training_method(spec: JobSpec) -> str:
+    """Return one line about the method of a job, with the reason if it is the default."""
+    method, script = spec.train.method, spec.script
+    if script is None:
+        return describe_method(method, spec.optimizer.name, REASON if method == DEFAULT_METHOD else "")
+    default, reason = section.default_train(script.command)
+    is_default = default == spec.train.model_dump(include=set(default))
+    return describe_method(method, None, reason if is_default else "")

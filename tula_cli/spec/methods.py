@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-NOT_JUDGED = "no table of tula's own judges it yet; tula compare tells what it is worth for this job"
+DEFAULT_METHOD = "ramp"
+REASON = "tula's loop can change the batch while it trains"
+"""Why it is the default of tula's own loop. That of a script is `spec.scripts.section.default_train`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Facts:
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
     measured_as: str = ""  # what its probes take for more than it is, on several GPUs
-    worth: str = NOT_JUDGED  # what it was found to be worth (docs/accuracy.md has the tables), and what it costs
+    summary: str = (
+        "a method of your own"  # what it does to the large batch, and its cost (docs/accuracy.md has the results)
+    )
 
     @property
     def section(self) -> str:
@@ -53,19 +57,19 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        worth=(
-            "+2.1 points over lbt on average in the reduced Table I (the paper has +8.8), 6 to 14 % of what the large batch"
-            " loses; costs memory for a factor an element, and now and then the pass of a small batch"
+        summary=(
+            "gradients times factors from a comparison with a small batch; costs memory for the factors, and now and then the"
+            " pass of a small batch"
         ),
     ),
     "lbt": Facts(
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        worth="the large batch as it is lost 5 to 38 points of top-1 in the reduced Table I; costs nothing",
+        summary="the large batch as it is; costs nothing",
     ),
     "lrs": Facts(
-        worth="won back -40 to 80 % of what the large batch loses in the reduced Table I, by the network; costs nothing",
+        summary="the large batch with a scaled learning rate; costs nothing",
         on_scripts=True,
         on_shares=True,
         lr_scaling="linear",
@@ -74,12 +78,24 @@ METHODS: dict[str, Facts] = {
             "none": "method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt"
         },
     ),
-    "lars": Facts("lars", lr_scaling="linear", warmup_epochs=5.0, replaces=("SGD",)),
-    "lamb": Facts("lamb", lr_scaling="sqrt", warmup_epochs=5.0, replaces=("Adam", "AdamW")),
+    "lars": Facts(
+        "lars",
+        lr_scaling="linear",
+        warmup_epochs=5.0,
+        replaces=("SGD",),
+        summary="the step of every tensor is in proportion to its norm",
+    ),
+    "lamb": Facts(
+        "lamb",
+        lr_scaling="sqrt",
+        warmup_epochs=5.0,
+        replaces=("Adam", "AdamW"),
+        summary="the step of every tensor is in proportion to its norm",
+    ),
     "polo": Facts(
         "polo",
         warmup_epochs=5.0,
-        worth="won back -26 to -3 % of what the large batch loses in the reduced Table I; saves synchronisation",
+        summary="every GPU trains by itself and weights are averaged now and then; saves synchronisation",
         on_one_gpu="polo on one GPU is plain SGD with a warm-up: there are no replicas to average",
         measured_as=(
             "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
@@ -89,13 +105,14 @@ METHODS: dict[str, Facts] = {
     "adascale": Facts(
         "adascale",
         needs_sgd=True,
+        summary="the learning rate times a gain that the noise of the gradients allows",
         refuses_lr_scaling=dict.fromkeys(
             ("linear", "sqrt"),
             "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
             " lr_scaling out",
         ),
     ),
-    "static": Facts("static", reads_ags=True, scales=True, is_arm=True),
+    "static": Facts("static", reads_ags=True, scales=True, is_arm=True, summary="gradients times one constant factor"),
     "ortho": Facts(
         "ortho",
         lr_scaling="linear",
@@ -104,10 +121,7 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        worth=(
-            "won back 60 to 86 % of what the large batch loses in the reduced Table I, and broke down on digits without"
-            " BatchNorm; with AdamW 65 to 81 % in small transformers; a step took 1.2 to 1.9 times as long on a CPU core"
-        ),
+        summary="orthogonalised steps; costs products of matrices in every step",
     ),
     "ramp": Facts(
         "ramp",
@@ -117,28 +131,60 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         ramps=True,
         on_shares=True,
-        worth=(
-            "won back 89 and 99 % of what the large batch loses in the reduced Table I, with AdamW 90 to 93 % in small"
-            " transformers; costs smaller steps over the first epochs (there 230 in place of 100), orthogonalised as ortho's"
+        summary=(
+            "the batch and its learning rate grow over the first epochs, with orthogonalised steps; costs smaller steps at"
+            " first"
         ),
     ),
-    "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
+    "schedule_free": Facts(
+        "schedule_free",
+        warmup_epochs=5.0,
+        replaces=("SGD", "AdamW"),
+        constant_schedule=True,
+        summary="averaged weights in place of a learning rate that falls",
+    ),
     "auto": Facts(
         reads_ags=True,
         refreshes=True,
         tunes=True,
-        worth=(
-            "takes the ramp unless short branches show that it breaks down, and won back 83 to 108 % of what the large batch"
-            " loses in the reduced Table I; costs a quarter of the training's samples more"
+        summary=(
+            "takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more"
         ),
     ),
 }
 """Learning rates are scaled linearly and warmed up as in the paper, IV-D; LAMB's by the square root (You et al. 2020)."""
 
 
-def worth(method: str) -> str:
-    """Return in a line what a method was found to be worth, and what it costs."""
-    return f"{method}: {facts_of(method).worth}"
+def describe_method(method: str, optimizer: str | None, default: str = "") -> str:
+    """Return one line about a job's method: why it is the default, what it does, and advice for the optimizer's family.
+
+    Args:
+        method: of train.method.
+        optimizer: of optimizer.name; None for a script, whose optimizer is not known.
+        default: why a job that names no method has this one; empty if it has another.
+    """
+    reason = f", the default because {default}" if default else ""
+    advice = _advice(method, optimizer)
+    return f"method {method}{reason}: {facts_of(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
+
+
+def _advice(method: str, optimizer: str | None) -> str:
+    facts = facts_of(method)
+    if optimizer is None:
+        return "" if facts.orthogonalises else "If its optimizer is AdamW or Adam, compare train.method: ortho"
+    if optimizer == "Muon":
+        return "Muon orthogonalises its steps by itself" if facts.ramps else "Compare train.method: ramp"
+    if not (facts.ramps or facts.tunes):
+        orthogonalised = (
+            f"With {optimizer} orthogonalised steps matter most: compare" if "Adam" in optimizer else "Compare"
+        )
+        return f"{orthogonalised} train.method: ramp"
+    if "Adam" in optimizer:
+        return (
+            f"With {optimizer} and few steps also compare schedule: {{kind: linear, decay_from: 0.7}} with beta1 0.8, the first"
+            " of optimizer.args.betas"
+        )
+    return ""
 
 
 def facts_of(method: str) -> Facts:

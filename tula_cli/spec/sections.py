@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import Arguments, Method, NonNegativeFloat, Positive, PositiveFloat, Section
-from tula_cli.spec.methods import Facts, facts_of
+from tula_cli.spec.methods import DEFAULT_METHOD, Facts, facts_of
 from tula_cli.spec.parts.of_train import Best, GradientNoise, Hessian, Stages, Until
 
 LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
@@ -263,7 +263,9 @@ class Train(Section):
         "auto"  # seconds; auto is Young/Daly from the measured save time
     )
     reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
-    method: Method = "ags"  # how the large batch is trained; or package.module:attribute of one of your own
+    # how the large batch is trained; or package.module:attribute of one of your own. A script without a method has lrs with
+    # lr_scaling: sqrt if its command takes a learning rate, else lbt
+    method: Method = DEFAULT_METHOD
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
     # the most that the learning rate is multiplied by; auto: with method ramp, and in the ramps of method auto, 8, with a
     # cross-entropy 16, else no limit; null: no limit

@@ -129,7 +129,7 @@ def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) ->
     own = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
     told |= _lr_limit(spec, where["batch"])
-    ags = {"ags": spec.ags.model_dump(exclude={"exclude"})} if spec.train.facts.scales else {}
+    ags = {"ags": spec.ags.model_dump(exclude={"exclude", *_later_ags(spec.ags)})} if spec.train.facts.scales else {}
     return digest({"script": own, "train": told, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
 
@@ -213,8 +213,13 @@ def _steps_refresh(spec: JobSpec) -> set[str]:
 
 def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
     """Return settings; what came later counts where it is given, so that older runs keep their names."""
-    later = set() if ags.exclude else {"exclude"}
-    return ags.resolved().model_dump(include=names - later)
+    return ags.resolved().model_dump(include=names - _later_ags(ags))
+
+
+def _later_ags(ags: Ags) -> set[str]:
+    """Return the settings of section ags that came later and say nothing here."""
+    given = {"exclude": bool(ags.exclude), "parameters": ags.parameters != "auto"}
+    return {name for name, counts in given.items() if not counts}
 
 
 def digest(parts: Mapping[str, Any]) -> str:

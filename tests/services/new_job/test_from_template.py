@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from tula_cli.services.new_job.from_command import from_command
-from tula_cli.services.new_job.from_template import from_template, written_method
+from tula_cli.services.new_job.from_template import from_template
 from tula_cli.spec.job import JobSpec
 
 
@@ -20,10 +20,10 @@ def test_a_local_job_searches_the_gpus_that_are_here(gpus, nodes):
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
-def test_templates_name_the_ramp_and_a_job_without_a_method_has_ags(kind):
+def test_templates_name_the_ramp_and_a_job_without_a_method_has_it_too(kind):
     content = yaml.safe_load(from_template(kind))
-    assert (written_method(from_template(kind)), content["train"].pop("method")) == ("ramp", "ramp")
-    assert JobSpec.model_validate(content).train.method == "ags"
+    assert (content["train"].pop("method"), content["optimizer"]["name"]) == ("ramp", "SGD")
+    assert JobSpec.model_validate(content).train.method == "ramp"
     assert "ags" not in content, "what means nothing to the ramp"
 
 

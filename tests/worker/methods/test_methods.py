@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec, train_task, trained, trainer, weights
 
 from tula_cli.errors import SpecError
+from tula_cli.optim import TulaOptimizer
 from tula_cli.optim.adascale_sgd import AdaScale
 from tula_cli.optim.layerwise import Lamb, Lars
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.ghost import GhostBatchNorm
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.methods.scaling import excluded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.sizes.dividing import check_ghosts
@@ -283,6 +287,34 @@ def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> Non
     sections = job("polo", schedule={"warmup_epochs": warmup_epochs(polo.spec)})
     sections["train"] |= {"method": "lbt"}
     assert same(weights(polo), trained(spec(**sections), alone)[0])
+
+
+def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+            self.head.weight = self.words.weight
+            self.inner = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+
+    model = Tied()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def left_out(**ags: Any) -> set[str]:
+        return {names[parameter] for parameter in excluded(model, Ags(**ags))}
+
+    embeddings = {"words.weight", "inner.0.weight"}
+    assert left_out() == left_out(exclude=["embeddings"]) == embeddings
+    assert left_out(exclude=["norms"]) == embeddings | {"inner.2.weight", "inner.2.bias"}
+    assert left_out(parameters="all") == left_out(parameters="all", exclude=[]) == set()
+    assert left_out(parameters="all", exclude=["norms"]) == {"inner.2.weight", "inner.2.bias"}
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given, expected in (({}, embeddings), ({"exclude": ()}, set())):
+        subject = TulaOptimizer(base, model=model, b_large=32, b_small=8, **given)
+        assert {names[parameter] for parameter in subject.setup.excluded} == expected
+    alone = nn.Embedding(9, 4)
+    with pytest.raises(ValueError, match="embeddings"):
+        TulaOptimizer(torch.optim.SGD(alone.parameters(), lr=0.1), model=alone, b_large=32, b_small=8)
 
 
 def test_ags_leaves_out_what_the_job_names(alone: Ranks) -> None:

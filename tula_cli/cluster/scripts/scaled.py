@@ -37,7 +37,7 @@ def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: i
     settings = spec.ags.resolved().model_dump()
     return AgsPlan(
         code=_library(run),
-        settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "consensus")},
+        settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "consensus", "parameters")},
         apply_to=spec.ags.apply_to,
         b_large=command.batch,
         b_small=small_batch(spec, command.batch),

@@ -15,6 +15,12 @@ from .refusals import place, whole_numbers
 from .small_batch import SmallLoss, draw_counts, small_gradients
 
 
+def embeddings(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of a model's embeddings, and so of heads that are tied to them."""
+    found = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return [parameter for module in found for parameter in module.parameters()]
+
+
 @dataclass(frozen=True)
 class Setup:
     """An optimizer's model, the sizes of its batches over all ranks, and where this process stands among them."""
@@ -42,7 +48,7 @@ class Setup:
         available: int | None,
         steps_per_epoch: int | None,
         seed: int,
-        exclude: Iterable[Tensor] = (),
+        exclude: Iterable[Tensor] | None = None,
     ) -> Setup:
         """Fill in what the process group and the batch tell.
 
@@ -60,10 +66,10 @@ class Setup:
             raise ValueError(
                 f"b_small, {b_small}, is above b_large, {b_large}: the small batch is a part of the large one"
             )
-        left, sharded = frozenset(exclude), shares.is_sharded(model)
+        left, sharded = frozenset(embeddings(model) if exclude is None else exclude), shares.is_sharded(model)
         found = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, left, sharded)
         if found.excluded and found.excluded.issuperset(found.params):
-            raise ValueError("exclude leaves no parameter to scale")
+            raise ValueError("exclude leaves no parameter to scale (without it embeddings are left out)")
         return found
 
     @property

@@ -24,7 +24,7 @@ class AgsPlan(Record):
     """What the shim is told of adaptive gradient scaling around the script's optimizer."""
 
     code: str  # the folder in which the library is
-    settings: dict[str, Any]  # all of section ags that makes factors and gate, as a preset spells it
+    settings: dict[str, Any]  # all of section ags that makes factors and gate, as a preset spells it, and `parameters`
     apply_to: Literal["gradient", "update"] | None  # None: as the script's optimizer needs
     b_large: Positive  # samples of a step, over all ranks
     b_small: Positive

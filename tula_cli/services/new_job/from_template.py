@@ -9,7 +9,6 @@ from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.services.new_job.from_command import TEMPLATES
 from tula_cli.words import plural
 
-_METHOD = re.compile(r"^  method: (\w+)", re.MULTILINE)
 _NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
 
 
@@ -30,13 +29,6 @@ def from_template(kind: Literal["local", "slurm"], offered: Site | None = None, 
     if gpus < 1:
         return text
     return _NODES_HERE.sub(f"  nodes: {_doublings(gpus)} # here a node is a GPU: {plural(gpus, 'GPU')}", text, count=1)
-
-
-def written_method(text: str) -> str:
-    """Return the train.method that a job file names."""
-    found = _METHOD.search(text)
-    assert found is not None, "the templates name one"
-    return found[1]
 
 
 def _doublings(most: int) -> list[int]:

@@ -10,6 +10,7 @@ import yaml
 
 from tula_cli.spec.scripts.placeholders import BATCHES, names, program
 from tula_cli.spec.scripts.recognition import Recognised
+from tula_cli.spec.scripts.section import default_train
 from tula_cli.words import plural
 
 
@@ -163,8 +164,10 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
 
 def _train(recognised: Recognised) -> Iterator[str]:
     values, found = recognised.values, set(names(recognised.script["command"]))
-    scaled = "{lr} is reference.lr at every batch; lrs: times batch / reference.batch"
-    yield f"  method: lbt # {scaled if 'lr' in found else 'the learning rate is what the script makes of its batch'}"
+    chosen, reason = default_train(recognised.script["command"])
+    yield f"  method: {chosen['method']} # {reason}; or lbt, lrs, ags, ortho"
+    if "lr_scaling" in chosen:
+        yield "  lr_scaling: sqrt # {lr} is reference.lr times sqrt(batch / reference.batch); linear: times batch / reference.batch"
     if values.keys() & {"accumulate", "accumulate_total"}:
         yield f"  accumulate: {recognised.accumulate} # micro-batches an optimizer step, {{accumulate}}"
     elif found & {"accumulate", "accumulate_total"}:

@@ -6,6 +6,7 @@ from typing import Any
 
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.scripts.own_script import Script
+from tula_cli.spec.scripts.placeholders import names
 from tula_cli.spec.sections import Dataset, Model, Optimizer
 from tula_cli.words import plural
 
@@ -15,6 +16,24 @@ TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom", "max_at
 """Settings of section train that reach a script: by placeholders, or because they are about starting it."""
 PRESET = "robust"
 """Of section ags: the one that acts without a line of the script changed."""
+
+
+def default_train(command: object) -> tuple[dict[str, str], str]:
+    """Return how the large batch of a script is trained by default, as settings of section train, and the reason.
+
+    The rate follows the square root of the batch: which optimizer a script has is not known, and linear scaling breaks Adam's.
+
+    Args:
+        command: of the script; what is no text, or has wrong placeholders, is reported where section script is checked.
+    """
+    reason = "the batch of a script cannot change while it trains"
+    try:
+        takes_rate = isinstance(command, str) and bool({"lr", "lr_factor"} & set(names(command)))
+    except ValueError:
+        takes_rate = False
+    if takes_rate:
+        return {"method": "lrs", "lr_scaling": "sqrt"}, reason
+    return {"method": "lbt"}, f"{reason}, and its command takes no learning rate"
 
 
 def filled(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +55,10 @@ def filled(content: Mapping[str, Any]) -> dict[str, Any]:
             f"train.{unknown[0]} means nothing to a script, whose command says what it does; of section train it has"
             f" {', '.join(sorted(TRAIN))}"
         )
-    method = train.setdefault("method", "lbt")
+    if "method" not in train:
+        default, _ = default_train(_mapping(content["script"]).get("command"))
+        train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
+    method = train["method"]
     if method not in (there_are := [name for name, facts in METHODS.items() if facts.on_scripts]):
         raise ValueError(
             f"train.method {method} acts inside of tula's own loop; for a script there are {', '.join(there_are)}"
@@ -62,7 +84,10 @@ def _ags(content: Mapping[str, Any]) -> Any:
 
 
 def _part(script: Any, name: str) -> Mapping[str, Any]:
-    part = script.get(name) if isinstance(script, Mapping) else None
+    return _mapping(_mapping(script).get(name))
+
+
+def _mapping(part: Any) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 

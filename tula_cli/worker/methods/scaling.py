@@ -11,6 +11,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch
 from tula_cli.optim import TulaOptimizer, configured
 from tula_cli.optim.configure import Configured
+from tula_cli.optim.parts.setup import embeddings
 from tula_cli.optim.parts.small_batch import draw_counts
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
@@ -30,12 +31,13 @@ def available(configuration: Configuration) -> int:
 
 
 def excluded(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
-    """Return the parameters that `ags.exclude` names.
+    """Return the parameters that are not scaled: embeddings, unless `ags.parameters` is all, and what `ags.exclude` names.
 
     Raises:
         SpecError: a pattern names none of the model's.
     """
-    return chosen(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
+    by_name = chosen(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
+    return {*(embeddings(model) if ags.parameters == "auto" else ()), *by_name}
 
 
 class Scaling(Plain):

@@ -180,6 +180,7 @@ class AgsSteps:
                 base,
                 model=model,
                 **made,
+                exclude=() if settings["settings"].get("parameters") == "all" else None,
                 **{name: settings[name] for name in ("b_large", "b_small", "available", "steps_per_epoch", "seed")},
             )
 

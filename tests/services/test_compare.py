@@ -45,7 +45,7 @@ from tula_cli.spec.signature import train_signature
 
 SPEC = {
     **make.SPEC,
-    "train": {"epochs": 4, "reference_batch": 32, "seed": 5},
+    "train": {"method": "ags", "epochs": 4, "reference_batch": 32, "seed": 5},
     "search": {"nodes": [1], "max_node_hours": 1},
 }
 GRID = Grid(methods=("lbt", "lrs", "ags"), batches=(128, 256), seeds=2, nodes=1)

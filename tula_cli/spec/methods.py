@@ -38,9 +38,6 @@ class Facts:
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
     measured_as: str = ""  # what its probes take for more than it is, on several GPUs
-    summary: str = (
-        "a method of your own"  # what it does to the large batch, and its cost (docs/accuracy.md has the results)
-    )
 
     @property
     def section(self) -> str:
@@ -57,19 +54,13 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        summary=(
-            "gradients times factors from a comparison with a small batch; costs memory for the factors, and now and then the"
-            " pass of a small batch"
-        ),
     ),
     "lbt": Facts(
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        summary="the large batch as it is; costs nothing",
     ),
     "lrs": Facts(
-        summary="the large batch with a scaled learning rate; costs nothing",
         on_scripts=True,
         on_shares=True,
         lr_scaling="linear",
@@ -78,24 +69,11 @@ METHODS: dict[str, Facts] = {
             "none": "method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt"
         },
     ),
-    "lars": Facts(
-        "lars",
-        lr_scaling="linear",
-        warmup_epochs=5.0,
-        replaces=("SGD",),
-        summary="the step of every tensor is in proportion to its norm",
-    ),
-    "lamb": Facts(
-        "lamb",
-        lr_scaling="sqrt",
-        warmup_epochs=5.0,
-        replaces=("Adam", "AdamW"),
-        summary="the step of every tensor is in proportion to its norm",
-    ),
+    "lars": Facts("lars", lr_scaling="linear", warmup_epochs=5.0, replaces=("SGD",)),
+    "lamb": Facts("lamb", lr_scaling="sqrt", warmup_epochs=5.0, replaces=("Adam", "AdamW")),
     "polo": Facts(
         "polo",
         warmup_epochs=5.0,
-        summary="every GPU trains by itself and weights are averaged now and then; saves synchronisation",
         on_one_gpu="polo on one GPU is plain SGD with a warm-up: there are no replicas to average",
         measured_as=(
             "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
@@ -105,14 +83,13 @@ METHODS: dict[str, Facts] = {
     "adascale": Facts(
         "adascale",
         needs_sgd=True,
-        summary="the learning rate times a gain that the noise of the gradients allows",
         refuses_lr_scaling=dict.fromkeys(
             ("linear", "sqrt"),
             "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
             " lr_scaling out",
         ),
     ),
-    "static": Facts("static", reads_ags=True, scales=True, is_arm=True, summary="gradients times one constant factor"),
+    "static": Facts("static", reads_ags=True, scales=True, is_arm=True),
     "ortho": Facts(
         "ortho",
         lr_scaling="linear",
@@ -121,7 +98,6 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         on_scripts=True,
         on_shares=True,
-        summary="orthogonalised steps; costs products of matrices in every step",
     ),
     "ramp": Facts(
         "ramp",
@@ -131,28 +107,31 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         ramps=True,
         on_shares=True,
-        summary=(
-            "the batch and its learning rate grow over the first epochs, with orthogonalised steps; costs smaller steps at"
-            " first"
-        ),
     ),
-    "schedule_free": Facts(
-        "schedule_free",
-        warmup_epochs=5.0,
-        replaces=("SGD", "AdamW"),
-        constant_schedule=True,
-        summary="averaged weights in place of a learning rate that falls",
-    ),
+    "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
     "auto": Facts(
         reads_ags=True,
         refreshes=True,
         tunes=True,
-        summary=(
-            "takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more"
-        ),
     ),
 }
 """Learning rates are scaled linearly and warmed up as in the paper, IV-D; LAMB's by the square root (You et al. 2020)."""
+
+SUMMARIES: dict[str, str] = {
+    "ags": "gradients times factors from a comparison with a small batch, whose pass and factors cost time and memory",
+    "lbt": "the large batch as it is; costs nothing",
+    "lrs": "the large batch with a scaled learning rate; costs nothing",
+    "lars": "the step of every tensor is in proportion to its norm",
+    "lamb": "the step of every tensor is in proportion to its norm",
+    "polo": "every GPU trains by itself and weights are averaged now and then; saves synchronisation",
+    "adascale": "the learning rate times a gain that the noise of the gradients allows",
+    "static": "gradients times one constant factor",
+    "ortho": "orthogonalised steps; costs products of matrices in every step",
+    "ramp": "batch and learning rate grow over the first epochs, with orthogonalised steps; costs smaller steps at first",
+    "schedule_free": "averaged weights in place of a learning rate that falls",
+    "auto": "takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more",
+}
+"""What each does to the large batch, and its cost; results are in docs/accuracy.md."""
 
 
 def describe_method(method: str, optimizer: str | None, default: str = "") -> str:
@@ -165,7 +144,7 @@ def describe_method(method: str, optimizer: str | None, default: str = "") -> st
     """
     reason = f", the default because {default}" if default else ""
     advice = _advice(method, optimizer)
-    return f"method {method}{reason}: {facts_of(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
+    return f"method {method}{reason}: {SUMMARIES.get(method, 'a method of your own')}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
 
 
 def _advice(method: str, optimizer: str | None) -> str:

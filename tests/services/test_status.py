@@ -688,7 +688,8 @@ def test_runs_of_another_user_are_left_out_of_a_list(shared):
 def test_a_line_says_what_of_its_run_cannot_be_read(shared):
     run = RunDir.create(shared, make.spec())
     make.add_measured(run, 1, 32)
-    run.path.chmod(0o755)
+    for path in (run.path, *run.path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     (run.path / "results").chmod(0)
     with as_another_user():
         (row,) = listing.list_runs(shared)

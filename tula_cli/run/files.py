@@ -75,9 +75,11 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
     held = _Held.path
     if held is not None and folder.absolute().is_relative_to(held) and is_gone(held):
         raise RunGone(held)
-    for path in reversed((folder, *folder.parents)):
-        if not path.is_dir():
-            path.mkdir(mode=mode, exist_ok=True)
+    try:
+        folder.mkdir(mode=mode, exist_ok=True)
+    except FileNotFoundError:
+        make_folder(folder.parent, mode=mode)  # mkdir(parents=True) gives them other permissions
+        folder.mkdir(mode=mode, exist_ok=True)
 
 
 FOR_ALL = 0o666

@@ -335,6 +335,14 @@ def test_a_training_run_before_its_first_row(run):
     assert (train.epoch, train.samples, train.loss, train.eta) == (0, 0, None, None)
 
 
+def test_a_start_without_a_step_yet_has_no_time_left_of_the_one_before(run):
+    rows = make.metrics(START)
+    name = make.add_training(run, rows=[*rows, *(row for row in rows if row["kind"] == "start")])
+    train = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 900).training
+    assert train.eta is None
+    assert "left" not in show_status.training(train)
+
+
 def test_a_training_run_that_tunes_itself(run):
     name = make.add_training(run, rows=make.metrics(START + 60)[:3])
     branches = (make.branch("lbt"), make.branch("x2", loss=1.0), make.branch("x4", diverged=True))

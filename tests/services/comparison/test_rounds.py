@@ -311,7 +311,7 @@ def test_a_row_that_failed_is_tried_again_and_may_still_be_one_of_the_best(run: 
     report = trained(run, again)
     assert again.trained == {"lrs": ["s", *FULL]} and report.complete
     partial = next(row for row in report.rows if row.method == "ags")
-    assert partial.seeds == 1 and partial.dropped.startswith("number 3 of 4 in round 1")
+    assert partial.seeds == 1 and partial.dropped.startswith("dropped in round 1: number 3 of 4")
 
 
 def test_a_job_that_never_works_ends_after_three_trainings(run: RunDir) -> None:
@@ -356,7 +356,7 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     reasons = {row.method: row.dropped for row in report.first_round}
     assert reasons == {
         "ramp": "", "lrs": "",
-        "ags": "number 3 of 4 in round 1, 10.0 behind ramp in top1", "ortho": "number 4 of 4 in round 1, 20.0 behind ramp in top1",
+        "ags": "dropped in round 1: number 3 of 4, 10.0 behind ramp in top1", "ortho": "dropped in round 1: number 4 of 4, 20.0 behind ramp in top1",
     }  # fmt: skip
     assert next(row for row in report.first_round if row.method == "ags").top1 == accuracy.Stat(60.0, None, 1)
     assert (report.finished, report.total, report.undecided) == (16, 16, 0)
@@ -365,16 +365,53 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     assert report.answer in shown and "not distinguishable: ramp has top1 90.00 ± 1.0" in report.answer
     part = Part(None, run, run.spec())
     content = page(comparison_document.of_comparison(part, plan(run).comparison, report, at=0.0))
-    assert "First round: 4 of 16 epochs" in content and "number 3 of 4 in round 1" in content
+    assert "First round: 4 of 16 epochs" in content and "dropped in round 1: number 3 of 4" in content
 
 
 def test_a_row_that_is_far_behind_after_a_seed_keeps_its_line_and_is_no_equal(run: RunDir) -> None:
     report = trained(run, Trains(short={"ags": 69.5}))
     found = next(row for row in report.rows if row.method == "ags")
     assert (found.seeds, found.count("missing")) == (1, 0) and report.complete
-    reason = "dropped after its first seed, 10.0 behind ramp in top1 (standard deviation over seeds: 1.00)"
+    reason = "dropped after a seed: 10.0 behind ramp in top1 (standard deviation 1.00)"
     assert found.dropped == found.note == reason
     assert report.answer.startswith("At batch 512 ramp is best")
+
+
+def test_rows_of_one_accuracy_are_ranked_by_their_loss(run: RunDir) -> None:
+    class ByLoss(Trains):
+        def _train(self, run: RunDir, task: TrainTask, method: str, short: bool) -> None:
+            super()._train(run, task, method, short)
+            if short:
+                summary = run.training(task.signature).summary()
+                assert summary is not None
+                loss = {"ags": 1.1, "lrs": 1.4, "ortho": 1.2, "ramp": 1.3}[method]
+                run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "eval_loss": loss}}))
+
+    launcher = ByLoss(spread=20.0)
+    report = trained(run, launcher)
+    assert [method for method, kinds in launcher.trained.items() if kinds == ["s"]] == ["lrs"]
+    dropped = next(row.dropped for row in report.first_round if row.method == "lrs")
+    assert dropped == "dropped in round 1: number 4 of 4, as ags in top1, with a larger loss"
+
+
+@pytest.mark.parametrize(
+    ("values", "differs"),
+    [
+        (((78.97, 5.71), (24.93, 2.56)), True),  # two seeds each, twelve deviations apart
+        (((78.97, 5.71), (60.0, 2.56)), False),
+        (((90.0, 0.0), (80.0, 0.0)), True),
+        (((90.0, 0.0), (90.0, 0.0)), False),
+        (((90.0, 1.2), (80.0, 0.0)), False),  # one degree of freedom: 12.7 standard errors of 0.85
+        (((90.0, 0.5), (80.0, 0.0)), True),
+        (((90.0, None), (10.0, None)), False),
+    ],
+)
+def test_rows_differ_beyond_the_noise_of_two_seeds(values: Any, differs: bool) -> None:
+    rows = [
+        accuracy.Row("m", 512, False, (), accuracy.Stat(mean, sd, 1 if sd is None else 2), None, None)
+        for mean, sd in values
+    ]
+    assert accuracy.differs(*rows, "top1") is accuracy.differs(*reversed(rows), "top1") is differs
 
 
 def test_differences_within_noise_are_said_not_to_be_distinguishable(run: RunDir) -> None:

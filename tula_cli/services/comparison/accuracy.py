@@ -172,10 +172,9 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
     columns = _columns(cells, spec)
     metric = columns[0]
     full, short = ([report for report in cells if bool(report.cell.short) is of] for of in (False, True))
-    rows, first_round = (
-        [dataclasses.replace(row, dropped=standing.reasons.get((row.method, row.batch), "")) for row in found]
-        for found in (_compared(_rows(full), metric), _rows(short))
-    )
+    rows = [_marked(row, standing.reasons) for row in _compared(_rows(full), metric)]
+    second = {(row.method, row.batch) for row in rows}
+    first_round = [row if (row.method, row.batch) in second else _marked(row, standing.reasons) for row in _rows(short)]
     table = CompareReport(
         rows=tuple(rows),
         metric=metric,
@@ -191,6 +190,10 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
         epochs=next((report.cell.short for report in short), None),
     )
     return dataclasses.replace(table, answer=answer(table))
+
+
+def _marked(row: Row, reasons: Mapping[tuple[str, int], str]) -> Row:
+    return dataclasses.replace(row, dropped=reasons.get((row.method, row.batch), ""))
 
 
 def _columns(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
@@ -395,9 +398,17 @@ def differs(a: Row, b: Row, metric: str) -> bool:
     u, v = first.sd**2 / first.n, second.sd**2 / second.n
     if u + v == 0:
         return first.mean != second.mean
-    freedom = (u + v) ** 2 / (u**2 / (first.n - 1) + v**2 / (second.n - 1))
-    t = _T_95[min(int(freedom), len(_T_95)) - 1] if freedom < len(_T_95) + 1 else 2.1
-    return abs(first.mean - second.mean) > t * math.sqrt(u + v)
+    freedom = max(1.0, (u + v) ** 2 / (u**2 / (first.n - 1) + v**2 / (second.n - 1)))
+    return abs(first.mean - second.mean) > _t_95(freedom) * math.sqrt(u + v)
+
+
+def _t_95(freedom: float) -> float:
+    """Return the quantile at fractional degrees of freedom, between those of whole ones by their reciprocals."""
+    whole = int(freedom)
+    if whole >= len(_T_95):
+        return _T_95[-1] if whole == len(_T_95) else 2.1
+    weight = (1 / freedom - 1 / (whole + 1)) / (1 / whole - 1 / (whole + 1))
+    return weight * _T_95[whole - 1] + (1 - weight) * _T_95[whole]
 
 
 def best(rows: Sequence[Row], report: CompareReport) -> Row:

@@ -76,6 +76,7 @@ class Outcome:
     cell: Cell
     loss: float | None
     metric: str = ""
+    eval_loss: float = 0.0  # of equal ones the less is the better, as accuracies at the start of a training are
 
     @property
     def diverged(self) -> bool:
@@ -84,6 +85,8 @@ class Outcome:
     def behind(self, best: "Outcome") -> str:
         if self.loss is None or best.loss is None:
             return f"no {self.metric} to compare" if self.metric else "diverged"
+        if self.loss == best.loss:
+            return f"as {best.cell.method} in {self.metric}, with a larger loss"
         return f"{number(self.loss - best.loss)} behind {best.cell.method} in {self.metric}"
 
 
@@ -98,7 +101,8 @@ def outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None
     value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
     if value is None or (not of_script and "eval_loss" not in summary.metrics):  # the loss was not finite
         return Outcome(cell, None, of_script)
-    return Outcome(cell, value if less_is_better(metric) else -value, metric)
+    loss = value if less_is_better(metric) else -value
+    return Outcome(cell, loss, metric, summary.metrics.get("eval_loss", 0.0))
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,8 @@ def _of_batch(
         return any(cell.signature not in ended for cell in cells)
 
     def order(cells: Sequence[Cell]) -> list[Outcome]:
-        return ranked([known[cell.signature] for cell in cells if cell.signature in known])
+        results = [known[cell.signature] for cell in cells if cell.signature in known]
+        return ranked(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
 
     def seeds(methods: Sequence[str], first: int = 0) -> list[Cell]:
         return [cell for method in methods for cell in full[method][first:]]
@@ -177,7 +182,10 @@ def _of_batch(
     results = order(short)
     best = [result.cell.method for result in results if not result.diverged][:PLACES]
     reasons = {
-        (result.cell.method, batch): f"number {place} of {len(results)} in round 1, {result.behind(results[0])}"
+        (
+            result.cell.method,
+            batch,
+        ): f"dropped in round 1: number {place} of {len(results)}, {result.behind(results[0])}"
         for place, result in enumerate(results, 1)
         if result.cell.method in rivals and result.cell.method not in best
     }
@@ -195,8 +203,8 @@ def _of_batch(
     for method in rivals:
         first = known.get(full[method][0].signature)
         if first is not None and _is_behind(first, leader, deviation):
-            spread = "" if deviation is None else f" (standard deviation over seeds: {number(deviation)})"
-            reasons[method, batch] = f"dropped after its first seed, {first.behind(leader)}{spread}"
+            spread = "" if deviation is None else f" (standard deviation {number(deviation)})"
+            reasons[method, batch] = f"dropped after a seed: {first.behind(leader)}{spread}"
         else:
             wanted += seeds([method])
     return Standing(tuple(wanted), (), reasons)

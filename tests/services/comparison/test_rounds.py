@@ -248,6 +248,40 @@ def test_seven_rows_and_three_seeds_cost_the_epochs_of_thirteen_trainings_not_of
     assert sum(not cell.short for cell in plan(run, asked).comparison.cells) == 21
 
 
+def test_one_seed_has_two_rounds_and_no_deviation(run: RunDir) -> None:
+    launcher = Trains(short={"ags": 69.5})
+    report = trained(run, launcher, grid(seeds=1))
+    assert launcher.trained == {"ramp": ["s", "5"], "ags": ["s", "5"], "lrs": ["s"], "ortho": ["s"], "lbt": ["5"]}
+    assert report.complete and not any(row.dropped for row in report.rows) and "not distinguishable" in report.answer
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({"method": "ramp"}, "ramp"),
+        ({"method": "ags"}, "ags"),
+        ({"method": "lrs", "ramp": [{"epochs": 1, "batch": 64}]}, 'lrs:train.ramp=[{"epochs": 1.0, "batch": 64}]'),
+        ({"method": "lbt"}, "lbt"),
+        ({"method": "lbt", "lr_scaling": "linear"}, 'lbt:train.lr_scaling="linear"'),
+    ],
+)
+def test_by_default_the_jobs_own_row_is_in_full(tmp_path: Path, train: dict[str, Any], expected: str) -> None:
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], **train}})
+    run = RunDir.create(tmp_path / "tula-runs", spec)
+    asked = session.GridRequest(batches=(512,)).grid(run, spec, None)
+    planned = plan(run, asked, spec)
+    full = {cell.method for cell in planned.missing if cell.batch == 512 and not cell.short}
+    own = planned.comparison.own
+    assert asked.halving and own in full and "lbt" in full
+    assert own.partition("=")[0] == expected.partition("=")[0]
+
+
+def test_without_lbt_among_the_rows_the_others_show_the_deviation(run: RunDir) -> None:
+    launcher = Trains(short={"ags": 69.5})
+    trained(run, launcher, grid(METHODS[1:]))
+    assert launcher.trained == {"ramp": ["s", *FULL], "ags": ["s", "5"], "lrs": ["s"], "ortho": ["s"]}
+
+
 # --- the plan and the progress
 
 
@@ -489,6 +523,49 @@ def test_a_script_is_shortened_if_its_command_takes_the_length(
     if short < spec.train.epochs:
         made = rounds.shortened(spec, short)
         assert made.script is not None and made.script.length.epochs == made.train.epochs == short
+
+
+class TrainsScripts(Trains):
+    """Trains a script whose error is the first metric: the higher the learning rate, the less."""
+
+    @staticmethod
+    def method(task: TrainTask) -> str:
+        lr = task.spec.script.reference.lr if task.spec.script is not None else None
+        return {0.1: task.spec.train.lr_scaling + task.spec.train.method, 0.2: "lbt-x2", 0.4: "lbt-x4"}[lr or 0.0]
+
+    def _train(self, run: RunDir, task: TrainTask, method: str, short: bool) -> None:
+        error = {"autolbt": 0.9, "autolrs": 0.2, "sqrtlrs": 0.4, "lbt-x2": 0.6, "lbt-x4": 0.3}[method]
+        metrics = {"err": error + 0.01 * task.spec.train.seed, "best_err": error}
+        run.write_train_result(make.train_result(task.signature).model_copy(update={"metrics": metrics}))
+        run.write_summary(
+            make.summary(
+                signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, best_top1=0.0
+            )
+        )
+
+
+def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> None:
+    Path("t.py").touch()
+    script = {
+        "command": "t.py --batch {batch} --lr {lr} --seed {seed} --epochs {epochs}", "length": {"epochs": 8}, "dataset_size": 4096,
+        "reference": {"batch": 32, "lr": 0.1}, "metric": {"err": "err (.*)"},
+    }  # fmt: skip
+    spec = make.validate(
+        {"name": "own", "script": script, "search": {"nodes": [1], "max_node_hours": 1}}, source="test"
+    )
+    run, launcher = RunDir.create(tmp_path / "tula-runs", spec), TrainsScripts()
+    asked = session.GridRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2).grid(run, spec, None)
+    planned = plan(run, asked, spec)
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
+    report = accuracy.report(run, planned.comparison, spec)
+    assert {row.method: row.dropped for row in report.first_round} == {
+        "lrs": "", "sqrt": "", "lbt-x2": "dropped in round 1: number 3 of 3, 0.400 behind lrs in err",
+    }, "lbt-x4 is sqrt once more"  # fmt: skip
+    assert (
+        report.complete
+        and report.epochs == (2, 8)
+        and [row.method for row in report.rows] == ["lbt", "lbt", "lrs", "sqrt"]
+    )
 
 
 # --- by a scheduler

@@ -175,7 +175,7 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
     hours = {row: expected_hours(row, took, predicted) for row in rows}
-    standing = rounds.standing(run, comparison, spec, hours=hours)
+    standing = rounds.decide_standing(run, comparison, spec, hours=hours)
     missing = tuple(cell for cell in standing.wanted if not has_ended(run, cell))
     return ComparePlan(
         comparison=comparison,
@@ -275,7 +275,7 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[
     found: dict[str, Cell] = {}
     twins: dict[str, str] = {}
 
-    def signed(own: JobSpec, batch: int) -> str:
+    def sign(own: JobSpec, batch: int) -> str:
         if (names := import_strings(own)) not in codes:
             codes[names] = choose(run, own, Path.cwd(), keep=False).identity
         return train_signature(own, nodes=grid.nodes, batch=batch, code=codes[names])
@@ -283,7 +283,7 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[
     for number in range(grid.seeds):
         seed = spec.train.seed + number
         for method, batch in _rows(spec, grid):
-            signature = signed(cell_spec(spec, method, seed), batch)
+            signature = sign(cell_spec(spec, method, seed), batch)
             is_reference = (method, batch) == (REFERENCE, reference)
             cell = Cell(
                 method=method, batch=batch, seed=seed, nodes=grid.nodes, signature=signature, reference=is_reference
@@ -292,43 +292,41 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[
             other = found.setdefault(signature, cell).method
             if other != method and (variant_of(method).settings or variant_of(other).settings):
                 twins[method] = other
-    this_job = (found.get(signed(cell_spec(spec, own_row(spec), spec.train.seed), batch)) for batch in grid.batches)
-    own = next((cell.method for cell in this_job if cell is not None and not cell.reference), "")
-    short = [
-        cell for batch in grid.batches for cell in _short_cells(run, spec, grid, batch, own, found.values(), signed)
-    ]
+    as_it_is = (found.get(sign(cell_spec(spec, own_row(spec), spec.train.seed), batch)) for batch in grid.batches)
+    job_row = next((cell.method for cell in as_it_is if cell is not None and not cell.reference), "")
+    short: list[Cell] = []
+    for batch in grid.batches if grid.halving else ():
+        cells = [cell for cell in found.values() if cell.batch == batch and cell.method != REFERENCE]
+        short += _make_short_cells(run, spec, cells, job_row, sign)
     asked = {name: value for name, value in dataclasses.asdict(grid).items() if name != "halving"}
-    return Comparison(**asked, cells=(*short, *found.values()), created_at=now, own=own), twins
+    return Comparison(**asked, cells=(*short, *found.values()), created_at=now, job_row=job_row), twins
 
 
-def _short_cells(
-    run: RunDir,
-    spec: JobSpec,
-    grid: Grid,
-    batch: int,
-    own: str,
-    cells: Iterable[Cell],
-    signed: Callable[[JobSpec, int], str],
+def _make_short_cells(
+    run: RunDir, spec: JobSpec, cells: Sequence[Cell], job_row: str, sign: Callable[[JobSpec, int], str]
 ) -> list[Cell]:
-    """Return the first round of a batch; none where all of it in full takes no longer.
+    """Return the first round of a batch; none if it saves nothing.
 
-    A row of which there are full trainings before there is a short one has its place in the second round.
+    Args:
+        run: a row that has full trainings in it, and no short one, is in the second round anyway.
+        spec: the job.
+        cells: of the batch in full, without lbt.
+        job_row: the row that trains the job as it is.
+        sign: returns the signature of a training at a batch.
     """
-    epochs, made = rounds.short_epochs(spec), list[Cell]()
-    if not grid.halving or epochs == spec.train.epochs:
-        return []
-    of_batch = [cell for cell in cells if cell.batch == batch and not cell.reference and cell.method != REFERENCE]
-    for cell in (cell for cell in of_batch if cell.seed == spec.train.seed):
+    epochs, made = rounds.get_short_epochs(spec), list[Cell]()
+    firsts = [cell for cell in cells if cell.seed == spec.train.seed]
+    for cell in firsts if epochs < spec.train.epochs else ():
         try:
-            signature = signed(rounds.shortened(cell_spec(spec, cell.method, cell.seed), epochs), batch)
+            signature = sign(rounds.shorten(cell_spec(spec, cell.method, cell.seed), epochs), cell.batch)
         except SpecError:  # its settings do not fit so few epochs
             continue
         short = cell.model_copy(update={"signature": signature, "short": (epochs, spec.train.epochs)})
-        in_full = any(has_ended(run, other) for other in of_batch if other.method == cell.method)
-        if cell.method == own or not in_full or has_ended(run, short):
+        in_full = any(has_ended(run, other) for other in cells if other.method == cell.method)
+        if cell.method == job_row or not in_full or has_ended(run, short):
             made.append(short)
-    dropped = len(made) - rounds.PLACES
-    return made if grid.seeds * dropped * spec.train.epochs > len(made) * epochs else []
+    saved = (len(made) - rounds.PLACES) * len({cell.seed for cell in cells}) * spec.train.epochs
+    return made if saved > len(made) * epochs else []
 
 
 def _rows(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
@@ -351,7 +349,7 @@ def _scales(method: str) -> bool:
 def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
     own = cell_spec(spec, cell.method, cell.seed)
     try:
-        own = own if cell.short is None else rounds.shortened(own, cell.short[0])
+        own = own if cell.short is None else rounds.shorten(own, cell.short[0])
         return train.plan(run, own, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
     except SpecError as error:
         what = "the reference" if cell.reference else f"method {cell.method}"

@@ -271,7 +271,7 @@ def test_by_default_the_jobs_own_row_is_in_full(tmp_path: Path, train: dict[str,
     asked = session.GridRequest(batches=(512,)).grid(run, spec, None)
     planned = plan(run, asked, spec)
     full = {cell.method for cell in planned.missing if cell.batch == 512 and not cell.short}
-    own = planned.comparison.own
+    own = planned.comparison.job_row
     assert asked.halving and own in full and "lbt" in full
     assert own.partition("=")[0] == expected.partition("=")[0]
 
@@ -483,7 +483,7 @@ LONG = {"epochs": 40}
 def test_a_short_training_has_a_schedule_of_its_length(changes: dict[str, Any], path: str, expected: Any) -> None:
     base = {**SPEC, "train": {**SPEC["train"], **LONG}}
     spec = make.spec(**{**base, **{name: {**base.get(name, {}), **part} for name, part in changes.items()}})
-    value: Any = rounds.shortened(spec, rounds.short_epochs(spec))
+    value: Any = rounds.shorten(spec, rounds.get_short_epochs(spec))
     for name in path.split("."):
         value = getattr(value, name)
     if path == "train.ramp" and isinstance(value, list):
@@ -519,9 +519,9 @@ def test_a_script_is_shortened_if_its_command_takes_the_length(
     spec = make.validate(
         {"name": "own", "script": script, "search": {"nodes": [1], "max_node_hours": 1}}, source="test"
     )
-    assert rounds.short_epochs(spec) == short
+    assert rounds.get_short_epochs(spec) == short
     if short < spec.train.epochs:
-        made = rounds.shortened(spec, short)
+        made = rounds.shorten(spec, short)
         assert made.script is not None and made.script.length.epochs == made.train.epochs == short
 
 

@@ -258,9 +258,9 @@ class Comparison(Record):
     controls: bool | tuple[str, ...]  # their rows; of an older tula, and where asked for: all or none
     cells: tuple[Cell, ...]  # of all rows in full, though some may be dropped; before them those of the first round
     created_at: float
-    own: str = ""  # the row that trains the job as it is
+    job_row: str = ""  # the row that trains the job as it is
 
     @property
-    def halved(self) -> bool:
+    def has_rounds(self) -> bool:
         """Whether there is a first round."""
         return any(cell.short for cell in self.cells)

@@ -164,7 +164,7 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
     states, look = {job.id: job for job in jobs}, run.read(skip_damaged=True)
     took = durations(look, comparison)
     hours = {row: expected_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
-    standing = rounds.standing(look, comparison, spec, hours=hours)
+    standing = rounds.decide_standing(look, comparison, spec, hours=hours)
     cells = [
         _cell_report(look.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
         for cell in standing.wanted
@@ -172,9 +172,11 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
     columns = _columns(cells, spec)
     metric = columns[0]
     full, short = ([report for report in cells if bool(report.cell.short) is of] for of in (False, True))
-    rows = [_marked(row, standing.reasons) for row in _compared(_rows(full), metric)]
+    rows = [_mark_dropped(row, standing.reasons) for row in _compared(_rows(full), metric)]
     second = {(row.method, row.batch) for row in rows}
-    first_round = [row if (row.method, row.batch) in second else _marked(row, standing.reasons) for row in _rows(short)]
+    first_round = [
+        row if (row.method, row.batch) in second else _mark_dropped(row, standing.reasons) for row in _rows(short)
+    ]
     table = CompareReport(
         rows=tuple(rows),
         metric=metric,
@@ -192,7 +194,7 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
     return dataclasses.replace(table, answer=answer(table))
 
 
-def _marked(row: Row, reasons: Mapping[tuple[str, int], str]) -> Row:
+def _mark_dropped(row: Row, reasons: Mapping[tuple[str, int], str]) -> Row:
     return dataclasses.replace(row, dropped=reasons.get((row.method, row.batch), ""))
 
 
@@ -399,10 +401,10 @@ def differs(a: Row, b: Row, metric: str) -> bool:
     if u + v == 0:
         return first.mean != second.mean
     freedom = max(1.0, (u + v) ** 2 / (u**2 / (first.n - 1) + v**2 / (second.n - 1)))
-    return abs(first.mean - second.mean) > _t_95(freedom) * math.sqrt(u + v)
+    return abs(first.mean - second.mean) > _interpolate_t_95(freedom) * math.sqrt(u + v)
 
 
-def _t_95(freedom: float) -> float:
+def _interpolate_t_95(freedom: float) -> float:
     """Return the quantile at fractional degrees of freedom, between those of whole ones by their reciprocals."""
     whole = int(freedom)
     if whole >= len(_T_95):

@@ -33,7 +33,7 @@ COUNTED = ("epochs", "warmup_epochs", "milestones", "after", "patience")
 """Keys of a job that count epochs of the training, and become shorter with it."""
 
 
-def short_epochs(spec: JobSpec) -> int:
+def get_short_epochs(spec: JobSpec) -> int:
     """Return the epochs of a short training; those of the job if it cannot be shorter."""
     script = spec.script
     if script and (script.length.epochs is None or not {"epochs", "steps", "samples"} & set(names(script.command))):
@@ -41,7 +41,7 @@ def short_epochs(spec: JobSpec) -> int:
     return math.ceil(spec.train.epochs / SHARE)
 
 
-def shortened(spec: JobSpec, epochs: int) -> JobSpec:
+def shorten(spec: JobSpec, epochs: int) -> JobSpec:
     """Return a job trained for so many epochs, with all that it counts in epochs shortened in proportion.
 
     Raises:
@@ -52,18 +52,20 @@ def shortened(spec: JobSpec, epochs: int) -> JobSpec:
         content["script"]["length"]["epochs"] = epochs
     else:
         share = epochs / spec.train.epochs
-        content |= {name: _scaled(content[name], share) for name in ("schedule", "train", "auto") if name in content}
+        content |= {
+            name: _scale_counts(content[name], share) for name in ("schedule", "train", "auto") if name in content
+        }
         content["train"]["epochs"] = epochs
     return validate(content, source=f"the job with {epochs} of its {spec.train.epochs} epochs")
 
 
-def _scaled(value: Any, share: float, counts: bool = False) -> Any:
+def _scale_counts(value: Any, share: float, counts: bool = False) -> Any:
     """Multiply what counts epochs, and the samples of a ramp's stages; whole numbers are rounded up."""
     if isinstance(value, dict):
         stage = "batch" in value
-        return {k: _scaled(v, share, k in COUNTED or (stage and k == "samples")) for k, v in value.items()}
+        return {k: _scale_counts(v, share, k in COUNTED or (stage and k == "samples")) for k, v in value.items()}
     if isinstance(value, list):
-        return [_scaled(part, share, counts) for part in value]
+        return [_scale_counts(part, share, counts) for part in value]
     if not counts or not isinstance(value, int | float):
         return value
     return math.ceil(share * value) if isinstance(value, int) else share * value
@@ -82,7 +84,7 @@ class Outcome:
     def diverged(self) -> bool:
         return self.loss is None
 
-    def behind(self, best: "Outcome") -> str:
+    def describe_gap(self, best: "Outcome") -> str:
         if self.loss is None or best.loss is None:
             return f"no {self.metric} to compare" if self.metric else "diverged"
         if self.loss == best.loss:
@@ -90,7 +92,7 @@ class Outcome:
         return f"{number(self.loss - best.loss)} behind {best.cell.method} in {self.metric}"
 
 
-def outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None:
+def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None:
     """Return the result of a training; None if it has not ended."""
     training = run.training(cell.signature)
     summary = training.summary()
@@ -118,7 +120,7 @@ class Standing:
         return len(self.wanted) + len(self.undecided)
 
 
-def standing(
+def decide_standing(
     run: RunDir | Snapshot,
     comparison: Comparison,
     spec: JobSpec,
@@ -138,9 +140,9 @@ def standing(
     batches = {cell.batch for cell in comparison.cells if cell.short}
     if not batches:
         return Standing(comparison.cells)
-    outcomes = {cell.signature: outcome(run, cell, spec) for cell in comparison.cells}
+    outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
     known = {signature: result for signature, result in outcomes.items() if result is not None}
-    parts = [_of_batch(comparison, batch, known, {*known, *failed}, hours or {}) for batch in sorted(batches)]
+    parts = [_decide_batch(comparison, batch, known, {*known, *failed}, hours or {}) for batch in sorted(batches)]
     wanted = {cell.signature for part in parts for cell in part.wanted} | set(known)
     wanted |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
     missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted}
@@ -151,66 +153,66 @@ def standing(
     )
 
 
-def _of_batch(
+def _decide_batch(
     comparison: Comparison,
     batch: int,
     known: Mapping[str, Outcome],
     ended: Collection[str],
     hours: Mapping[tuple[str, int], float | None],
 ) -> Standing:
-    """Return the same of one batch. `ended`: signatures of trainings that nothing waits for."""
+    """Return what is trained at one batch.
 
-    def waits(cells: Sequence[Cell]) -> bool:
+    Args: as of `decide_standing`; known: outcomes by signature; ended: signatures of trainings that nothing waits for.
+    """
+
+    def is_waiting(cells: Sequence[Cell]) -> bool:
         return any(cell.signature not in ended for cell in cells)
 
-    def order(cells: Sequence[Cell]) -> list[Outcome]:
+    def rank(cells: Sequence[Cell]) -> list[Outcome]:
         results = [known[cell.signature] for cell in cells if cell.signature in known]
         return ranked(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
 
-    def seeds(methods: Sequence[str], first: int = 0) -> list[Cell]:
+    def list_cells(methods: Sequence[str], first: int = 0) -> list[Cell]:
         return [cell for method in methods for cell in full[method][first:]]
 
     cells = [cell for cell in comparison.cells if cell.batch == batch and not cell.reference]
     short = [cell for cell in cells if cell.short]
     full = {cell.method: [c for c in cells if c.method == cell.method and not c.short] for cell in cells}
-    rivals = [cell.method for cell in short if cell.method != comparison.own]
+    rivals = [cell.method for cell in short if cell.method != comparison.job_row]
     sure = [method for method in full if method not in rivals]
-    if waits(short):
+    if is_waiting(short):
         dearest = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
-        return Standing((*short, *seeds(sure)), tuple(seeds(dearest[:PLACES])))
+        return Standing((*short, *list_cells(sure)), tuple(list_cells(dearest[:PLACES])))
 
-    results = order(short)
+    results = rank(short)
     best = [result.cell.method for result in results if not result.diverged][:PLACES]
-    reasons = {
-        (
-            result.cell.method,
-            batch,
-        ): f"dropped in round 1: number {place} of {len(results)}, {result.behind(results[0])}"
-        for place, result in enumerate(results, 1)
-        if result.cell.method in rivals and result.cell.method not in best
-    }
+    reasons = {}
+    for place, result in enumerate(results, 1):
+        if result.cell.method in rivals and result.cell.method not in best:
+            why = f"number {place} of {len(results)}, {result.describe_gap(results[0])}"
+            reasons[result.cell.method, batch] = f"dropped in round 1: {why}"
     rivals = [method for method in best if method in rivals]
     firsts = [full[method][0] for method in (*sure, *rivals)]
-    wanted = [*short, *firsts, *seeds(sure)]
-    leader = next(iter(order(firsts)), None)
-    if leader is not None and not waits(firsts):
+    wanted = [*short, *firsts, *list_cells(sure)]
+    leader = next(iter(rank(firsts)), None)
+    if leader is not None and not is_waiting(firsts):
         sure = list(dict.fromkeys([*sure, leader.cell.method]))
         rivals = [method for method in rivals if method not in sure]
-        wanted += seeds(sure)
-    if leader is None or waits(firsts) or waits(seeds(sure)):
-        return Standing(tuple(wanted), tuple(seeds(rivals, first=1)), reasons)
-    deviation = _deviation(order(seeds(sure)))
+        wanted += list_cells(sure)
+    if leader is None or is_waiting(firsts) or is_waiting(list_cells(sure)):
+        return Standing(tuple(wanted), tuple(list_cells(rivals, first=1)), reasons)
+    deviation = _pool_deviation(rank(list_cells(sure)))
     for method in rivals:
         first = known.get(full[method][0].signature)
-        if first is not None and _is_behind(first, leader, deviation):
+        if first is not None and _is_far_behind(first, leader, deviation):
             spread = "" if deviation is None else f" (standard deviation {number(deviation)})"
-            reasons[method, batch] = f"dropped after a seed: {first.behind(leader)}{spread}"
+            reasons[method, batch] = f"dropped after a seed: {first.describe_gap(leader)}{spread}"
         else:
-            wanted += seeds([method])
+            wanted += list_cells([method])
     return Standing(tuple(wanted), (), reasons)
 
 
-def _deviation(results: Sequence[Outcome]) -> float | None:
+def _pool_deviation(results: Sequence[Outcome]) -> float | None:
     """Return the standard deviation over seeds, pooled over rows; None if no row has two."""
     losses = [
         [r.loss for r in results if r.cell.method == name and r.loss is not None]
@@ -221,7 +223,7 @@ def _deviation(results: Sequence[Outcome]) -> float | None:
     return math.sqrt(sum((len(row) - 1) * statistics.variance(row) for row in several) / freedom) if freedom else None
 
 
-def _is_behind(result: Outcome, leader: Outcome, deviation: float | None) -> bool:
+def _is_far_behind(result: Outcome, leader: Outcome, deviation: float | None) -> bool:
     if result.loss is None or leader.loss is None or deviation is None:
         return result.loss is None
     return result.loss - leader.loss > MAX_DEVIATIONS * deviation

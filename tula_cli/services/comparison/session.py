@@ -202,7 +202,7 @@ def _train(
             together = trainings.wait_for_all(run, plan, launcher, jobs)
             yield from beside(run, None, map(ComparisonProgress, together))
             tried |= {cell.signature for cell in plan.missing}
-            plan = trainings.advanced(run, plan, tried)
+            plan = trainings.advance_plan(run, plan, tried)
     except KeyboardInterrupt:
         hint = f"the same command attaches to it and goes on; tula cancel {words.near(run.path)} ends it"
         message = "interrupted; what is trained stays, and what runs goes on"

@@ -111,7 +111,7 @@ def one_by_one(
         rest = total_hours((*waiting, *plan.standing.undecided), hours)
         job, submitted = submit(run, plan, cell, launcher, inspect=inspect), clock()
         done = ended_before + len(tried) - 1 - failed
-        describe = _describe(plan)
+        describe = _describe_progress(plan)
         for now in services_status.watch(run, launcher, [job]):
             waits = _waits(now, job) if clock() - submitted > A_START else ""
             left = _left(now, job, expected, rest)
@@ -122,27 +122,29 @@ def one_by_one(
             raise JobFailed(
                 f"the first {failed} trainings have all failed: {problem}", "tula logs shows what they said"
             )
-        if plan.comparison.halved:
-            plan = advanced(run, plan, tried)
+        if plan.comparison.has_rounds:
+            plan = advance_plan(run, plan, tried)
             waiting = list(plan.missing)
             rest = total_hours((*waiting, *plan.standing.undecided), _hours_now(run, plan))
-        yield _describe(plan)(done + (not problem), failed, None, None, _seconds(rest), ended=cell, problem=problem)
+        yield _describe_progress(plan)(
+            done + (not problem), failed, None, None, _seconds(rest), ended=cell, problem=problem
+        )
         if run.cancelled(job):  # the user wants an end, not the next one
             return
 
 
-def advanced(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
+def advance_plan(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
     """Return the plan after the trainings that have ended since: what they decide, without what this call has tried."""
     unfinished = [cell for cell in plan.comparison.cells if not has_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)
-    standing = rounds.standing(run, plan.comparison, plan.spec, failed=failed, hours=_hours_now(run, plan))
+    standing = rounds.decide_standing(run, plan.comparison, plan.spec, failed=failed, hours=_hours_now(run, plan))
     missing = tuple(cell for cell in standing.wanted if cell in unfinished and cell.signature not in tried)
     return dataclasses.replace(plan, standing=standing, missing=missing)
 
 
-def _describe(plan: ComparePlan) -> Callable[..., Progress]:
+def _describe_progress(plan: ComparePlan) -> Callable[..., Progress]:
     """Return what makes the progress of a plan: its total, and the round that it is in."""
-    number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.halved else None
+    number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.has_rounds else None
     undecided = len(plan.standing.undecided)
     return functools.partial(Progress, plan.standing.at_most, round=number, undecided=undecided)
 
@@ -187,7 +189,7 @@ def wait_for_all(
 ) -> Iterator[Progress]:
     """Watch jobs that a scheduler runs side by side until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
-    over, describe = set[str](), _describe(plan)
+    over, describe = set[str](), _describe_progress(plan)
     for now in services_status.watch(run, launcher, jobs, timeout=timeout):
         states = {job.id: job for job in now.jobs if job.id in cells}
         # What is lost at a first look may be on its way; the table tells in the end.

@@ -146,7 +146,7 @@ def _experiments(seen: Material, *, runs: int) -> Iterator[tuple[str, float | No
         if comparison is None:
             continue
         took = durations(one.look, comparison)
-        standing = rounds.standing(one.look, comparison, one.part.spec)
+        standing = rounds.decide_standing(one.look, comparison, one.part.spec)
         counts = Counter((cell.method, cell.batch, cell.short) for cell in (*standing.wanted, *standing.undecided))
         for cell in {(cell.method, cell.batch, cell.short): cell for cell in comparison.cells}.values():
             hours = expected_hours((cell.method, cell.batch), took, {})

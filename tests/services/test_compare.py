@@ -16,7 +16,7 @@ import pytest
 import status as benchmark
 import yaml
 from make_results import inspected
-from quiet import quiet
+from quiet import poll_quickly, quiet
 
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
@@ -32,7 +32,6 @@ from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, kept, session, trainings
 from tula_cli.services.comparison.rows import known_methods, own_row
-from tula_cli.services.progress import job_status
 from tula_cli.services.reporting import compared as compared_document
 from tula_cli.services.reporting import comparison_document, gradient_figures
 from tula_cli.services.reporting.document import Document, Fact
@@ -122,8 +121,7 @@ class Trains(make.FakeLauncher):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setitem(job_status.GRACE, "local", 0.02)
-    monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
+    poll_quickly(monkeypatch)
 
 
 @pytest.fixture

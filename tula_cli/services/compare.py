@@ -140,11 +140,11 @@ class ComparePlan:
 
 def total_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
     """Return the expected hours of some cells; rows of which nothing is known count as the mean of those that are."""
-    found = [(hours.get((cell.method, cell.batch)), cell.share) for cell in cells]
+    expected = [(hours.get((cell.method, cell.batch)), cell.share) for cell in cells]
     known = [value for value in hours.values() if value is not None]
-    if not found or not known:
-        return None if found else 0.0
-    return sum(share * (statistics.fmean(known) if value is None else value) for value, share in found)
+    if not expected or not known:
+        return None if expected else 0.0
+    return sum(share * (statistics.fmean(known) if value is None else value) for value, share in expected)
 
 
 def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:
@@ -347,10 +347,10 @@ def _scales(method: str) -> bool:
 
 
 def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
-    own = cell_spec(spec, cell.method, cell.seed)
+    job = cell_spec(spec, cell.method, cell.seed)
     try:
-        own = own if cell.short is None else rounds.shorten(own, cell.short[0])
-        return train.plan(run, own, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
+        job = job if cell.short is None else rounds.shorten(job, cell.short[0])
+        return train.plan(run, job, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
     except SpecError as error:
         what = "the reference" if cell.reference else f"method {cell.method}"
         raise SpecError(f"{what}: {error.message}", error.hint, problems=error.problems) from None
@@ -358,12 +358,12 @@ def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> Train
 
 def durations(run: RunDir | Snapshot, comparison: Comparison) -> dict[tuple[str, int], float]:
     """Return the mean hours that a full training of each row took, by short ones where there are no others."""
-    found: dict[bool, dict[tuple[str, int], list[float]]] = {True: {}, False: {}}
+    by_length: dict[bool, dict[tuple[str, int], list[float]]] = {True: {}, False: {}}
     for cell in comparison.cells:
         if summary := run.training(cell.signature).summary():
-            row = found[cell.short is None].setdefault((cell.method, cell.batch), [])
+            row = by_length[cell.short is None].setdefault((cell.method, cell.batch), [])
             row.append(summary.actual_hours / cell.share)
-    return {row: statistics.fmean(hours) for row, hours in {**found[False], **found[True]}.items()}
+    return {row: statistics.fmean(hours) for row, hours in {**by_length[False], **by_length[True]}.items()}
 
 
 def expected_hours(

@@ -10,7 +10,7 @@ from typing import Any
 import make_runs as make
 import pytest
 from make_results import inspected
-from quiet import quiet
+from quiet import poll_quickly, quiet
 
 from tula_cli.errors import JobFailed
 from tula_cli.run.directory import Part, RunDir
@@ -22,7 +22,6 @@ from tula_cli.services import status as services_status
 from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, rounds, session, trainings
 from tula_cli.services.events import Note, follow
-from tula_cli.services.progress import job_status
 from tula_cli.services.reporting import comparison_document
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.show import compare as show_compare
@@ -113,8 +112,7 @@ class Trains(make.FakeLauncher):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setitem(job_status.GRACE, "local", 0.02)
-    monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
+    poll_quickly(monkeypatch)
 
 
 @pytest.fixture

@@ -262,5 +262,5 @@ class Comparison(Record):
 
     @property
     def has_rounds(self) -> bool:
-        """Whether there is a first round."""
+        """Return whether there is a first round."""
         return any(cell.short for cell in self.cells)

@@ -60,7 +60,7 @@ _LOGIN = re.compile(
     r"""|\bwandb login(?: +--\S+)* +(?=\w{20})|\bwandb\.login\([^)\n]*?key\s*=\s*["']"""
     r"""|https://(?:hooks\.slack\.com/services|(?:\w+\.)?discord(?:app)?\.com/api/webhooks)/)[^\s'"]+"""
 )
-"""What a secret stands behind without being named: a login, an address that posts for whoever knows it."""
+"""Words before a secret that is not named: a login, an address that posts for whoever knows it."""
 _TOKEN = re.compile(
     r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.)[A-Za-z0-9_.-]{16,}"  # of known services
 )

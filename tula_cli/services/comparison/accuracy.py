@@ -375,17 +375,17 @@ def answer(report: CompareReport) -> str:
     result = (
         f"{report.metric} {spread(first.stat(report.metric))}, where batch {report.reference_batch} has {spread(small)}"
     )
-    left = "" if report.complete else f" ({report.finished} of {plural(report.total, 'training')} done)"
+    progress = "" if report.complete else f" ({report.finished} of {plural(report.total, 'training')} done)"
     alike = [row for row in known if row is not first and not row.dropped and not differs(first, row, report.metric)]
     if alike:
         others = " and ".join(f"{row.method} {spread(row.stat(report.metric))}" for row in alike)
         return (
             f"At batch {batch} the best methods are not distinguishable: {first.method} has {result}, and {others}"
-            f"{left}; compare more seeds (tula compare --seeds {max(5, 2 * first.seeds)})."
+            f"{progress}; compare more seeds (tula compare --seeds {max(5, 2 * first.seeds)})."
         )
     if len(known) == 1:
-        return f"At batch {batch} {first.method} alone is known: {result}{left}."
-    return f"At batch {batch} {first.method} is best: {result}{left}."
+        return f"At batch {batch} {first.method} alone is known: {result}{progress}."
+    return f"At batch {batch} {first.method} is best: {result}{progress}."
 
 
 _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -415,9 +415,9 @@ def _interpolate_t_95(freedom: float) -> float:
 
 def best(rows: Sequence[Row], report: CompareReport) -> Row:
     def value(row: Row) -> float:
-        found = row.stat(report.metric)
-        assert found is not None  # of rows that have it
-        return found.mean
+        stat = row.stat(report.metric)
+        assert stat is not None  # of rows that have it
+        return stat.mean
 
     return (min if report.less_is_better else max)(rows, key=value)
 

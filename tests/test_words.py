@@ -34,3 +34,27 @@ def test_lines_of_other_ranks_tell_their_rank(rank, monkeypatch):
     sys.stdout.flush()
     tag = "[rank3]: " if rank else ""
     assert raw.getvalue().decode() == f"{tag}one\n{tag}two more\n"
+
+
+LONG = "python train.py --arch resnet50 --batch-size 64 --epochs 90"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ("a", "b", ("a", "b")),
+        ("none", LONG, ("none", "python train.py --arch re...")),
+        (
+            f"{LONG} --lr 0.1 --out a",
+            f"{LONG} --lr 0.2 --out a",
+            ("...pochs 90 --lr 0.1 --out a", "...pochs 90 --lr 0.2 --out a"),
+        ),
+        (LONG, f"{LONG} --lr 0.1", ("...e 64 --epochs 90", "...e 64 --epochs 90 --lr 0.1")),
+        (LONG.replace("resnet50", "vgg11"), LONG, ("...y --arch vgg11 --batch...", "...y --arch resnet50 --ba...")),
+        (LONG, "-", ("python train.py --arch re...", "-")),
+    ],
+)
+def test_two_long_values_are_shown_where_they_differ(before, after, shown):
+    pair = words.shortened_pair(before, after, 28)
+    assert all(len(text) <= 28 for text in pair) and pair[0] != pair[1]
+    assert pair == shown

@@ -199,6 +199,19 @@ def pause(age: float) -> float:
     return min(240.0, max(15.0, age))
 
 
+def shortened_pair(before: str, after: str, longest: int) -> tuple[str, str]:
+    """Return two texts in so many characters each, if they are longer those about the first in which they differ."""
+    pairs = enumerate(zip(before, after, strict=False))
+    common = next((place for place, (one, other) in pairs if one != other), min(len(before), len(after)))
+    start = max(0, min(common - longest // 3, max(len(before), len(after)) - longest + 3))
+
+    def shortened(text: str) -> str:
+        text = f"...{text[start:]}" if start else text
+        return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+    return shortened(before), shortened(after)
+
+
 def first_line(text: str) -> str:
     return text.strip().split("\n", 1)[0]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import rows
+from tula_cli.services.comparison.rounds import Standing
 from tula_cli.services.comparison.rows import REFERENCE, Variant
 
 DECAY = {"weight_decay": 2e-3}  # four times that of both networks
@@ -174,7 +175,8 @@ class Turn:
         small = plan.spec.train.reference_batch
         cells = [c for c in plan.comparison.cells if c.seed == self.seed and c.batch in (self.batch, small)]
         own = plan.comparison.model_copy(update={"cells": tuple(cells)})
-        return dataclasses.replace(plan, comparison=own, missing=tuple(c for c in plan.missing if c in cells))
+        missing = tuple(c for c in plan.missing if c in cells)
+        return dataclasses.replace(plan, comparison=own, standing=Standing(own.cells), missing=missing)
 
 
 def turns(names: Sequence[str], options: argparse.Namespace) -> list[Turn]:

@@ -7,7 +7,7 @@ from table1_kept import share, won_back
 
 from tula_cli.run.directory import RunDir
 from tula_cli.services.comparison.accuracy import CompareReport, Row, Stat
-from tula_cli.show.compare import comparison_note, heads
+from tula_cli.show.compare import heads
 
 Steps = Mapping[tuple[str, int], float]
 """Optimizer steps of a training, by (method, batch): the mean over seeds."""
@@ -101,7 +101,7 @@ def cells(row: Row, report: CompareReport, steps: Steps, best: set[tuple[str, in
         "" if row.samples is None else f"{row.samples:.0f}",
         "" if row.hours is None else f"{60 * row.hours:.2f}",
         "*" if key in best else "",
-        comparison_note(row),
+        row.note,
     )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -292,10 +293,27 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
         assert shown.err == f"run {near(first.path)} with --set name=first of an earlier command\n"
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err
+    assert tula("cancel", "first", "--json").json["run_id"] == first.id, "by the job's name"
+    shutil.copytree(first.path, first.path.with_name("first-00000000"))
+    for command in ("status", "cancel", "train"):
+        refused = tula(command, "first")
+        assert refused.code == 2 and f"2 runs of the name first: first-00000000, {first.id}" in refused.err
+        assert "nor tula-runs/third" in tula("status", "third").err
     monkeypatch.setenv("TULA_RUN", str(first.path))
     named = tula("status")
     assert first.id in named.out
     assert "from TULA_RUN" in named.err
+
+
+def test_a_job_in_a_folder_that_is_not_utf_8_is_an_error_and_nothing_is_started(cluster, here, monkeypatch):
+    odd = here / os.fsdecode(b"\xe9t\xff")
+    odd.mkdir()
+    (odd / "job.yaml").write_text((here / "job.yaml").read_text())
+    monkeypatch.chdir(odd)
+    for command in (("profile",), ("train", "--nodes", 1, "--batch", 64)):
+        refused = tula(*command, "job.yaml", "--run-dir", here / "runs")
+        assert refused.code not in (0, 70) and "a path or text in it is not UTF-8" in refused.err, refused.err
+        assert "defect" not in refused.err and cluster.launcher.submitted == []
 
 
 def test_the_status_of_a_run_with_a_damaged_result_warns(cluster):

@@ -245,7 +245,7 @@ def synchronous(folder: Path, ranks: Ranks) -> bool:
     """Return whether the first five epochs are those of the large batch with the same warm-up, bit for bit."""
     ends = []
     for job in (
-        spec(**POLO, **NORM),
+        spec(**POLO, **NORM, schedule={"warmup_epochs": 5}),
         spec(**NORM, train={"method": "lbt", "epochs": 7}, schedule={"warmup_epochs": 5}),
     ):
         subject = trainer(job, ranks)

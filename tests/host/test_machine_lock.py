@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,6 +166,33 @@ def test_a_session_folder_that_is_removed_at_logout_is_made_anew(places: Path) -
     folder().rmdir()
     assert first.ahead() == [], "the first to look draws the first ticket"
     assert second.ahead() == [first.ticket]
+
+
+def test_a_number_that_another_probe_has_drawn_anew_is_not_taken_for_the_old_ticket(places: Path) -> None:
+    first, second = probe("a", "gpu 0"), probe("b", "gpu 0")
+    shutil.rmtree(folder())
+    assert second.ahead() == [] and second.ticket.number == 1, "the first to look draws the first ticket"
+    assert first.ahead() == [second.ticket], "although its own old number is 1"
+    first.close()
+    assert tickets() == [second.ticket]
+
+
+def test_a_ticket_that_cannot_be_drawn_anew_closes_no_file_of_others(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = probe("a", "gpu 0")
+    shutil.rmtree(folder())
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_lock, "folder", lambda: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            ticket.ahead()
+        with open(os.devnull) as other:  # it gets the number of the descriptor that was closed
+            with pytest.raises(OSError, match="no space"):
+                ticket.ahead()
+            ticket.close()
+            assert other.read() == ""
+    assert ticket.ahead() == [] and len(tickets()) == 1, "it is drawn once that works"
+    ticket.close()
 
 
 def test_a_ticket_of_another_version_is_waited_for(places: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tula_cli.optim.muon import MuonWithAdamW, missing_muon, split
+from tula_cli.optim.muon import MuonWithAdamW, missing_muon, split_parameters
 
 pytestmark = pytest.mark.skipif(bool(missing_muon()), reason="torch before 2.9 has no Muon, which another test checks")
 
@@ -29,7 +29,7 @@ def with_gradients(net: nn.Module, seed: int = 0) -> None:
 
 
 def built(net: nn.Module, **settings: Any) -> MuonWithAdamW:
-    return MuonWithAdamW(split(list(net.parameters()), net), **{"lr": 0.02, **settings})
+    return MuonWithAdamW(split_parameters(list(net.parameters()), net), **{"lr": 0.02, **settings})
 
 
 def test_matrices_go_to_muon_and_all_else_to_adamw_with_its_own_rate() -> None:

@@ -51,7 +51,8 @@ def give(place: Path) -> None:
 
 def opened(run: RunDir) -> None:
     """Let everybody read a run."""
-    run.path.chmod(0o755)
+    for path in (run.path, *run.path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 @contextlib.contextmanager
@@ -138,6 +139,7 @@ def test_one_that_is_open_is_read_and_nothing_is_written(
 def test_what_would_write_into_it_is_refused_even_where_it_could(
     name: str, mode: int, theirs: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    opened(theirs)
     for folder in (theirs.path, *(path for path in theirs.path.rglob("*") if path.is_dir())):
         folder.chmod(mode)
     before = content(theirs)

@@ -16,7 +16,7 @@ import pytest
 import status as benchmark
 import yaml
 from make_results import inspected
-from quiet import quiet
+from quiet import poll_quickly, quiet
 
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
@@ -32,7 +32,6 @@ from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, kept, session, trainings
 from tula_cli.services.comparison.rows import known_methods, own_row
-from tula_cli.services.progress import job_status
 from tula_cli.services.reporting import compared as compared_document
 from tula_cli.services.reporting import comparison_document, gradient_figures
 from tula_cli.services.reporting.document import Document, Fact
@@ -122,8 +121,7 @@ class Trains(make.FakeLauncher):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setitem(job_status.GRACE, "local", 0.02)
-    monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
+    poll_quickly(monkeypatch)
 
 
 @pytest.fixture
@@ -621,12 +619,12 @@ def test_the_command_trains_and_shows_the_table(here: Trains) -> None:
     assert "18 of 18 trainings done" in err and "top-1" in out
     code, out, err = tula("compare")  # the same grid, of the newest run
     assert code == 0 and len(here.submitted) == 18 and "finished already" in err
-    assert tula("compare", "--seeds", 3)[0] == 0 and len(here.submitted) == 27
+    assert tula("compare", "--seeds", 3)[0] == 0 and len(here.submitted) == 23, "lbt and ags; the controls are dropped"
 
 
 def test_a_dry_run_touches_nothing(here: Trains, tmp_path: Path) -> None:
     code, out, _ = tula(*ASKED, "--dry-run")
-    assert code == 0 and "lbt (reference)" in out and "18 trainings to do, 0 of 18 done" in out
+    assert code == 0 and "lbt (reference)" in out and "at most 24 trainings to do, 0 of 24 done" in out
     assert "#!/bin/bash" in out  # what the first of them would submit
     assert not (tmp_path / "tula-runs").exists() and not here.submitted
 
@@ -639,7 +637,7 @@ def test_show_starts_nothing(here: Trains) -> None:
     code, out, err = tula("compare", "--show", "--json")
     answer = json.loads(out)
     assert code == 0 and len(here.submitted) == submitted
-    assert (answer["status"], answer["data"]["finished"], answer["data"]["total"]) == ("partial", 14, 18)
+    assert (answer["status"], answer["data"]["finished"], answer["data"]["total"]) == ("partial", 14, 24)
     assert answer["data"]["rows"][0]["top1"] == {"mean": 91.0, "sd": pytest.approx(math.sqrt(2)), "n": 2}
     assert "ags, batch 128, seed 5 failed" in err
 
@@ -647,10 +645,10 @@ def test_show_starts_nothing(here: Trains) -> None:
 def test_failures_are_told_when_they_happen_and_diverged_ones_are_counted(here: Trains) -> None:
     here.fails, here.diverges = ("ags",), ("lbt-x4",)
     code, out, err = tula(*ASKED)
-    assert code == JobFailed.exit_code and "4 of 18 trainings failed" in err
+    assert code == JobFailed.exit_code and "6 of 24 trainings failed" in err
     assert "ags, batch 128, seed 5 failed: training ended at attempt 1: KeyError: 'x'" in err
     (line, *_) = [line for line in out.splitlines() if "lbt-x4" in line]
-    assert re.search(r"lbt-x4 +0 +- .*2 diverged", line)
+    assert re.search(r"lbt-x4 +0 +- .*1 diverged", line)
 
 
 def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunDir) -> None:
@@ -722,7 +720,7 @@ def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: P
     assert facts["model"].startswith("resnet18") and facts["data"] == "digits" and facts["seeds"] == "5, 6"
     assert facts["hardware"] == "NVIDIA A100; 1 GPU a node"
     assert facts["software"] == "torch 2.6.0, CUDA 12.4, driver 550.54, Python 3.11.7, tula 0.1.0"
-    assert "lbt (reference)" in content and "<td>91.00</td>" in content and "2 diverged" in content
+    assert "lbt (reference)" in content and "<td>91.00</td>" in content and "1 diverged" in content
     # Of the four that have numbers: by batch, on the way at two batches.
     titles = re.findall(r"<figure [^>]*><h3>(.*?)</h3>", content)
     assert titles[:3] == ["top-1 (%) by batch", "top-1 (%) on the way, batch 128", "top-1 (%) on the way, batch 256"]

@@ -335,6 +335,14 @@ def test_a_training_run_before_its_first_row(run):
     assert (train.epoch, train.samples, train.loss, train.eta) == (0, 0, None, None)
 
 
+def test_a_start_without_a_step_yet_has_no_time_left_of_the_one_before(run):
+    rows = make.metrics(START)
+    name = make.add_training(run, rows=[*rows, *(row for row in rows if row["kind"] == "start")])
+    train = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 900).training
+    assert train.eta is None
+    assert "left" not in show_status.training(train)
+
+
 def test_a_training_run_that_tunes_itself(run):
     name = make.add_training(run, rows=make.metrics(START + 60)[:3])
     branches = (make.branch("lbt"), make.branch("x2", loss=1.0), make.branch("x4", diverged=True))
@@ -688,7 +696,8 @@ def test_runs_of_another_user_are_left_out_of_a_list(shared):
 def test_a_line_says_what_of_its_run_cannot_be_read(shared):
     run = RunDir.create(shared, make.spec())
     make.add_measured(run, 1, 32)
-    run.path.chmod(0o755)
+    for path in (run.path, *run.path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     (run.path / "results").chmod(0)
     with as_another_user():
         (row,) = listing.list_runs(shared)

@@ -165,7 +165,7 @@ SCALARS = (
     ">-\n  a\n  b\n", "!!str 1", "!!int '3'", "!!binary aGk=", "{a: 1, b: [x, 1e-3]}", "{a: , b: }", "[a,b:c]", "'a': 1",
     "a: &b {c: 1}\nd: {<<: [*b, {e: 1}]}", "a:\n- 1\n- 2", "a: 1\r\nb: 2", "--- 1\n...\n", "%YAML 1.2\n---\na: 1", "# only",
     "!foo 1", "!!int x", "!!python/object:os.system x", "*x", "a: b: c", "[1", "{a", "{a: 1, a: 2}", "? [x]\n: 1", "\t- 1",
-    "@x", "`x", "'abc", "- 1\n-2", "a: 1\n b: 2", "--- 1\n--- 2", "\x07", "a: - b",
+    "@x", "`x", "'abc", "- 1\n-2", "a: 1\n b: 2", "--- 1\n--- 2", "\x07", "a: - b", r'"\ud800"', r'"\ud83d\ude00"',
 )  # fmt: skip
 
 
@@ -198,6 +198,31 @@ def test_key_given_twice_is_refused_with_its_line(write, text):
 def test_key_that_is_no_word_is_refused(write):
     with pytest.raises(SpecError, match=r"line 1, column 3.*a word"):
         load(write("? [model]\n: 3\n"))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.name",
+        "model.args.x",
+        "dataset.args.root",
+        "cluster.interface",
+        "optimizer.name",
+        "name",
+        "pricing.source",
+    ],
+)
+@pytest.mark.parametrize("half", [r"a\ud800b", r"\udc80", r"\U0000dfff", r"\ude00\ud83d"])
+def test_text_that_cannot_be_written_is_refused_with_its_line(write, key, half):
+    with pytest.raises(SpecError, match=r"not valid YAML: .* holds half of a pair"):
+        load(write(MINIMAL), f'{key}="{half}"')
+    section, _, inner = key.rpartition(".")
+    with pytest.raises(SpecError, match=r"line 1, column \d+: not valid YAML: .* holds half of a pair"):
+        load(write(f'{section or "x"}: {{{inner}: "{half}"}}\n'))
+
+
+def test_json_escapes_of_a_character_beyond_16_bits_are_one_character():
+    assert parse_yaml(r'{"a": "\ud83d\ude00 \u00e9"}', source="here") == {"a": "\U0001f600 \u00e9"}
 
 
 def test_anchors_and_merge_keys_are_read():

@@ -60,8 +60,10 @@ def compare(
 ) -> None:
     """Train with several methods and batches; compare the accuracy.
 
-    The small batch (train.reference_batch, lbt) is always part of it. The same command again attaches to what is under
-    way, trains what is missing, and stops; without --methods, --batch ... those of the last time.
+    The small batch (train.reference_batch, lbt) is always part of it. More than two rows beside lbt are trained in
+    rounds: all of them for a quarter of the epochs, then the best two, lbt and the job's own method in full. The same
+    command again attaches to what is under way, trains what is missing, and stops; without --methods, --batch ...
+    those of the last time.
     """
     from tula_cli.run.jobfile import origin
     from tula_cli.services.comparison import rows, session
@@ -109,6 +111,7 @@ def _dry_run(screen: Screen, prepared: "PreparedComparison", own: "Dependencies"
     data = {
         "comparison": plan.comparison,
         "missing": plan.missing,
+        "undecided": len(plan.standing.undecided),
         "hours_left": plan.hours_left,
         "scripts": scripts,
     }

@@ -50,11 +50,27 @@ def _named_run(named: Path, root: Path) -> "RunDir":
     # os.path's, which raise nothing where another user's folder is in the way.
     if os.path.isfile(named):  # noqa: PTH113
         return _run_of_job(named, root)
-    there = os.path.exists(named)  # noqa: PTH110
-    inside = not there and os.path.isdir(root / named)  # noqa: PTH112
-    if not there and not inside and (like := nearest(named.name, files.names(root))):
-        raise SpecError(f"no such run directory: {named.absolute()}, nor {words.near(root / named.name)}", like)
-    return RunDir.open(root / named if inside else named.absolute())
+    if os.path.exists(named):  # noqa: PTH110
+        return RunDir.open(named.absolute())
+    if os.path.isdir(root / named):  # noqa: PTH112
+        return RunDir.open(root / named)
+    ids = _ids_of_name(named, root)
+    if len(ids) == 1:
+        return RunDir.open(root / ids[0])
+    if ids:
+        raise SpecError(f"{words.plural(len(ids), 'run')} of the name {named}: {', '.join(ids)}", "name one of them")
+    raise SpecError(
+        f"no such run directory: {named.absolute()}, nor {words.near(root / named.name)}",
+        nearest(named.name, files.names(root)) or "tula list shows the runs there are",
+    )
+
+
+def _ids_of_name(named: Path, root: Path) -> list[str]:
+    """Return the ids of the runs whose job has this name: name and signature, plain-9accf564 of plain."""
+    from tula_cli.run import files
+
+    form = re.compile(rf"{re.escape(str(named))}-[0-9a-f]{{8}}")
+    return sorted(filter(form.fullmatch, files.names(root)))
 
 
 def _run_of_job(job: Path, root: Path) -> "RunDir":
@@ -90,7 +106,7 @@ def job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path |
     if os.path.exists(job):  # noqa: PTH110
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
         return (None, job) if is_run else (job, None)
-    is_like = job.suffix not in (".yaml", ".yml") and nearest(job.name, files.names(root))
+    is_like = job.suffix not in (".yaml", ".yml") and (_ids_of_name(job, root) or nearest(job.name, files.names(root)))
     return (None, job) if is_like or os.path.isdir(root / job) else (job, None)  # noqa: PTH112
 
 

@@ -26,7 +26,7 @@ Next = Literal[
     "user",
     "nothing",
 ]
-"""What follows a failure of a training."""
+"""The next step after a failure of a training."""
 
 NEXT_WORDS: dict[Next, str] = {
     "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",

@@ -157,6 +157,7 @@ class TicketHolder:
 
     def __init__(self, holder: str, devices: Collection[str], *, measures: bool) -> None:
         self.holder, self.devices, self.measures = holder, tuple(devices), measures
+        self._handle: int | None = None
         self._draw()
 
     def _draw(self) -> None:
@@ -169,15 +170,16 @@ class TicketHolder:
                     (self.folder / str(number)).unlink(missing_ok=True)
             self.ticket = Ticket(max(living, default=0) + 1, self.holder, os.getpid(), self.devices, self.measures)
             draft.unlink(missing_ok=True)  # of a process that was killed here
-            self._handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(self._handle, fcntl.LOCK_EX)
-                os.write(self._handle, json.dumps(asdict(self.ticket)).encode())
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                os.write(handle, json.dumps(asdict(self.ticket)).encode())
                 draft.rename(self._path)  # whoever sees it sees it locked, and whole
             except OSError:
-                os.close(self._handle)
+                os.close(handle)
                 draft.unlink(missing_ok=True)
                 raise
+            self._handle = handle
 
     @property
     def _path(self) -> Path:
@@ -189,8 +191,8 @@ class TicketHolder:
         Raises:
             OSError: they cannot be read.
         """
-        if not self._path.exists():  # the session's folder was removed at logout: the others draw anew as well
-            os.close(self._handle)
+        if not self._is_there():  # the session's folder was removed at logout: the others draw anew as well
+            self._close_handle()
             self._draw()
         return probes_ahead(self.ticket, _living(self.folder))
 
@@ -201,9 +203,21 @@ class TicketHolder:
     def close(self) -> None:
         """Give the ticket back."""
         with contextlib.suppress(OSError):
-            self._path.unlink()
-        with contextlib.suppress(OSError):
-            os.close(self._handle)
+            if self._is_there():
+                self._path.unlink()
+        self._close_handle()
+
+    def _is_there(self) -> bool:
+        """Return whether the file of this number is this ticket: in a folder that was made anew it may be another process's."""
+        try:
+            return self._handle is not None and os.path.samestat(os.fstat(self._handle), self._path.stat())
+        except OSError:
+            return False
+
+    def _close_handle(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:  # once: its number may soon be that of another file
+            os.close(handle)
 
 
 def probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:

@@ -497,8 +497,8 @@ def advice(outcome: OutcomeClass, words: str = "", *, script: bool = False, clus
     """
     if script and outcome == "user":
         return _OF_A_SCRIPT
-    told = FAILURE_KINDS[outcome].advised(cluster or Cluster())
-    return next((what_to_do for what_to_do, _ in _faults(words)), told) if outcome == "device_fault" else told
+    hint = FAILURE_KINDS[outcome].advised(cluster or Cluster())
+    return next((what_to_do for what_to_do, _ in _faults(words)), hint) if outcome == "device_fault" else hint
 
 
 def no_gpu(words: str) -> bool:

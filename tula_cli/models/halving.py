@@ -8,6 +8,7 @@ and Talwalkar 2016). Each rung begins anew, so that no state of a branch has to 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp import of_arms
@@ -294,7 +295,19 @@ def _counted(steps: Mapping[int, int]) -> int:
     return sum(batch * count for batch, count in steps.items())
 
 
-def ranked(branches: Sequence[Branch]) -> list[Branch]:
+class Measured(Protocol):
+    """A training whose loss was evaluated; None if it was not finite."""
+
+    @property
+    def loss(self) -> float | None: ...
+    @property
+    def diverged(self) -> bool: ...
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def ranked(branches: Sequence[M]) -> list[M]:
     """Return the branches of one rung, best first, by their loss on the held-out part; diverged ones are last.
 
     The loss and not the accuracy: on some hundred samples the accuracies of good arms are the same but for chance.

@@ -54,12 +54,12 @@ class MuonWithAdamW(Optimizer):
         self._muon = torch.optim.Muon([matrix], lr=lr, weight_decay=weight_decay, momentum=momentum, **muon)
         self._adamw = torch.optim.AdamW([vector], **rest)
         groups = []
-        for group in split(list(params)):
-            own = {key: value for key, value in group.items() if value is not None}
+        for group in split_parameters(list(params)):
+            settings = {key: value for key, value in group.items() if value is not None}
             defaults = (self._muon if group["by_muon"] else self._adamw).defaults
-            if "lr" in own:
-                own["lr"] *= defaults["lr"] / lr
-            groups.append({**defaults, **own})
+            if "lr" in settings:
+                settings["lr"] *= defaults["lr"] / lr
+            groups.append({**defaults, **settings})
         super().__init__(groups, {})
 
     def _update(self) -> None:
@@ -71,7 +71,7 @@ class MuonWithAdamW(Optimizer):
         self._adamw.step()
 
 
-def split(params: Sequence[Any], model: nn.Module | None = None) -> list[dict[str, Any]]:
+def split_parameters(params: Sequence[Any], model: nn.Module | None = None) -> list[dict[str, Any]]:
     """Return groups of parameters of which each is updated by Muon or by AdamW, as its "by_muon" tells.
 
     Args:

@@ -143,8 +143,8 @@ class Ortho(Wrapper):
             yield
             return
         weights = [shares.share(p) for p in params]
-        before = copies(weights)
-        decays = self._decoupled_decays(dict(zip(map(id, params), before, strict=True)))
+        start = copies(weights)
+        decays = self._decoupled_decays(dict(zip(map(id, params), start, strict=True)))
         kept = [p.grad for p in params]
         if self._by_zeros:
             self._add_coupled_decay()
@@ -152,7 +152,7 @@ class Ortho(Wrapper):
         try:
             yield
         except BaseException:
-            torch._foreach_copy_(weights, before)
+            torch._foreach_copy_(weights, start)
             raise
         finally:
             for p, grad in zip(params, kept, strict=True):
@@ -160,12 +160,12 @@ class Ortho(Wrapper):
         for tensors, factor in decays:
             torch._foreach_mul_(tensors, factor)
         if not self._by_zeros:
-            torch._foreach_sub_(weights, before)
+            torch._foreach_sub_(weights, start)
         if self._sharded:
             turn_shares_(params, weights)
         else:
             turn_(weights)
-        torch._foreach_add_(weights, before)
+        torch._foreach_add_(weights, start)
         self._steps += 1
         if self._steps % ALIGN_EVERY == 0:
             self._align()

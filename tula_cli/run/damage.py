@@ -36,7 +36,7 @@ _CONSEQUENCES = {
     "train/*/script.json": "the newest checkpoint of the script is not known",
     "train/*/micro_batches.json": "how far its micro-batches may be cut is not known",
 }
-"""What a damaged record means for the reader, by its place in the run."""
+"""The consequence of a damaged record for the reader, by its place in the run."""
 _LOST_WEIGHTS = {
     "best": "the best weights cannot be evaluated or used",
     "last": "the newest weights cannot be used: a restart resumes from an older checkpoint, or from the beginning",

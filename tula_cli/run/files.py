@@ -75,9 +75,11 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
     held = _Held.path
     if held is not None and folder.absolute().is_relative_to(held) and is_gone(held):
         raise RunGone(held)
-    for path in reversed((folder, *folder.parents)):
-        if not path.is_dir():
-            path.mkdir(mode=mode, exist_ok=True)
+    try:
+        folder.mkdir(mode=mode, exist_ok=True)
+    except FileNotFoundError:
+        make_folder(folder.parent, mode=mode)  # mkdir(parents=True) gives them other permissions
+        folder.mkdir(mode=mode, exist_ok=True)
 
 
 FOR_ALL = 0o666
@@ -212,9 +214,14 @@ def write_record(path: Path, record: "BaseModel") -> None:
     """Replace the record that `path` holds.
 
     Raises:
-        TulaError: the disk is full or the folder cannot be written; the old record stands as it was.
+        TulaError: the disk is full, the folder cannot be written, or a path in it is not UTF-8; the old record stands as it was.
     """
-    write_atomic(path, record.model_dump_json(indent=1) + "\n")
+    try:
+        text = record.model_dump_json(indent=1)
+    except ValueError as error:  # of a name with other bytes than those of UTF-8
+        hint = "run tula from a folder, and name files, whose paths are UTF-8; convmv -t utf8 renames them"
+        raise CannotWrite(f"{path} cannot be written: a path or text in it is not UTF-8", hint) from error
+    write_atomic(path, text + "\n")
 
 
 def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:

@@ -204,7 +204,7 @@ class Snapshot:
 
     @cached_property
     def record_warnings(self) -> list[str]:
-        """What to say of damaged records except those of jobs and trainings: of results alone unless damaged ones are skipped."""
+        """Warnings of damaged records except those of jobs and trainings: of results alone unless damaged ones are skipped."""
         _ = self.results
         if self.skip_damaged:
             _ = self.tasks, self.attempts, self.recommendation, self.comparison, self.rehearsals
@@ -217,7 +217,7 @@ class Snapshot:
 
     @cached_property
     def training_warnings(self) -> list[str]:
-        """What to say of trainings whose rows, weights or records are damaged: the rest of them is shown."""
+        """Warnings of trainings whose rows, weights or records are damaged: the rest of them is shown."""
         look = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
         signatures = dict.fromkeys(task.signature for task in look.tasks if isinstance(task, TrainTask))
         begun = set(names(look.path / "train")) if signatures else ()

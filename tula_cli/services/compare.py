@@ -24,7 +24,8 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
-from tula_cli.services.comparison import scripted
+from tula_cli.services.comparison import rounds, scripted
+from tula_cli.services.comparison.rounds import Standing
 from tula_cli.services.comparison.rows import REFERENCE, VARIANTS, own_row, variant_of
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
@@ -56,6 +57,7 @@ class Grid:
     seeds: int
     nodes: int
     controls: bool | tuple[str, ...] = True  # all, none or these
+    halving: bool = False  # all rows in a short training, and the best of them in full (`comparison.rounds`)
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -122,7 +124,8 @@ class ComparePlan:
 
     comparison: Comparison
     spec: JobSpec  # the job that the cells change
-    missing: tuple[Cell, ...]  # in the order of their worth
+    standing: Standing
+    missing: tuple[Cell, ...]  # of what is wanted, in the order of their worth
     hours: Mapping[tuple[str, int], float | None]  # expected for one training of each row; None where nothing tells
     currency: str
     price: str
@@ -131,17 +134,17 @@ class ComparePlan:
 
     @property
     def hours_left(self) -> float | None:
-        """Hours of all that is missing, one after the other; None where nothing tells."""
-        return total_hours(self.missing, self.hours)
+        """Hours of all that is missing, one after the other, at most; None where nothing tells."""
+        return total_hours((*self.missing, *self.standing.undecided), self.hours)
 
 
 def total_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
     """Return the expected hours of some cells; rows of which nothing is known count as the mean of those that are."""
-    found = [hours.get((cell.method, cell.batch)) for cell in cells]
+    expected = [(hours.get((cell.method, cell.batch)), cell.share) for cell in cells]
     known = [value for value in hours.values() if value is not None]
-    if not found or not known:
-        return None if found else 0.0
-    return sum(statistics.fmean(known) if value is None else value for value in found)
+    if not expected or not known:
+        return None if expected else 0.0
+    return sum(share * (statistics.fmean(known) if value is None else value) for value, share in expected)
 
 
 def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:
@@ -164,22 +167,25 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
     _look_at_own_code(run, spec, grid, inspect)
     inspect = functools.partial(once, inspect, {})
     comparison, twins = _comparison(run, spec, grid, now=now)
-    missing = tuple(cell for cell in comparison.cells if not has_ended(run, cell))
     plans = {}
-    for cell in missing:
-        if (cell.method, cell.batch) not in plans:  # another seed changes neither time nor what is allowed
+    for cell in comparison.cells:  # another seed changes neither time nor what is allowed
+        if (cell.method, cell.batch) not in plans and not cell.short and not has_ended(run, cell):
             plans[cell.method, cell.batch] = cell_plan(run, spec, cell, inspect)
     took = durations(run, comparison)
     predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
     rows = {(cell.method, cell.batch) for cell in comparison.cells}
+    hours = {row: expected_hours(row, took, predicted) for row in rows}
+    standing = rounds.decide_standing(run, comparison, spec, hours=hours)
+    missing = tuple(cell for cell in standing.wanted if not has_ended(run, cell))
     return ComparePlan(
         comparison=comparison,
         spec=spec,
+        standing=standing,
         missing=missing,
-        hours={row: expected_hours(row, took, predicted) for row in rows},
+        hours=hours,
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
-        first=next(iter(plans.values()), None),
+        first=cell_plan(run, spec, missing[0], inspect) if missing else None,
         warnings=(
             *dict.fromkeys(text for p in plans.values() for text in p.code.warnings),
             *(
@@ -268,13 +274,16 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[
     codes: dict[tuple[str, ...], str] = {}
     found: dict[str, Cell] = {}
     twins: dict[str, str] = {}
+
+    def sign(own: JobSpec, batch: int) -> str:
+        if (names := import_strings(own)) not in codes:
+            codes[names] = choose(run, own, Path.cwd(), keep=False).identity
+        return train_signature(own, nodes=grid.nodes, batch=batch, code=codes[names])
+
     for number in range(grid.seeds):
         seed = spec.train.seed + number
         for method, batch in _rows(spec, grid):
-            own = cell_spec(spec, method, seed)
-            if (names := import_strings(own)) not in codes:
-                codes[names] = choose(run, own, Path.cwd(), keep=False).identity
-            signature = train_signature(own, nodes=grid.nodes, batch=batch, code=codes[names])
+            signature = sign(cell_spec(spec, method, seed), batch)
             is_reference = (method, batch) == (REFERENCE, reference)
             cell = Cell(
                 method=method, batch=batch, seed=seed, nodes=grid.nodes, signature=signature, reference=is_reference
@@ -283,7 +292,41 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[
             other = found.setdefault(signature, cell).method
             if other != method and (variant_of(method).settings or variant_of(other).settings):
                 twins[method] = other
-    return Comparison(**dataclasses.asdict(grid), cells=tuple(found.values()), created_at=now), twins
+    as_it_is = (found.get(sign(cell_spec(spec, own_row(spec), spec.train.seed), batch)) for batch in grid.batches)
+    job_row = next((cell.method for cell in as_it_is if cell is not None and not cell.reference), "")
+    short: list[Cell] = []
+    for batch in grid.batches if grid.halving else ():
+        cells = [cell for cell in found.values() if cell.batch == batch and cell.method != REFERENCE]
+        short += _make_short_cells(run, spec, cells, job_row, sign)
+    asked = {name: value for name, value in dataclasses.asdict(grid).items() if name != "halving"}
+    return Comparison(**asked, cells=(*short, *found.values()), created_at=now, job_row=job_row), twins
+
+
+def _make_short_cells(
+    run: RunDir, spec: JobSpec, cells: Sequence[Cell], job_row: str, sign: Callable[[JobSpec, int], str]
+) -> list[Cell]:
+    """Return the first round of a batch; none if it saves nothing.
+
+    Args:
+        run: a row that has full trainings in it, and no short one, is in the second round anyway.
+        spec: the job.
+        cells: of the batch in full, without lbt.
+        job_row: the row that trains the job as it is.
+        sign: returns the signature of a training at a batch.
+    """
+    epochs, made = rounds.get_short_epochs(spec), list[Cell]()
+    firsts = [cell for cell in cells if cell.seed == spec.train.seed]
+    for cell in firsts if epochs < spec.train.epochs else ():
+        try:
+            signature = sign(rounds.shorten(cell_spec(spec, cell.method, cell.seed), epochs), cell.batch)
+        except SpecError:  # its settings do not fit so few epochs
+            continue
+        short = cell.model_copy(update={"signature": signature, "short": (epochs, spec.train.epochs)})
+        in_full = any(has_ended(run, other) for other in cells if other.method == cell.method)
+        if cell.method == job_row or not in_full or has_ended(run, short):
+            made.append(short)
+    saved = (len(made) - rounds.PLACES) * len({cell.seed for cell in cells}) * spec.train.epochs
+    return made if saved > len(made) * epochs else []
 
 
 def _rows(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
@@ -304,21 +347,23 @@ def _scales(method: str) -> bool:
 
 
 def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
-    own = cell_spec(spec, cell.method, cell.seed)
+    job = cell_spec(spec, cell.method, cell.seed)
     try:
-        return train.plan(run, own, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
+        job = job if cell.short is None else rounds.shorten(job, cell.short[0])
+        return train.plan(run, job, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
     except SpecError as error:
         what = "the reference" if cell.reference else f"method {cell.method}"
         raise SpecError(f"{what}: {error.message}", error.hint, problems=error.problems) from None
 
 
 def durations(run: RunDir | Snapshot, comparison: Comparison) -> dict[tuple[str, int], float]:
-    """Return the mean hours that the finished trainings of each row took."""
-    found: dict[tuple[str, int], list[float]] = {}
+    """Return the mean hours that a full training of each row took, by short ones where there are no others."""
+    by_length: dict[bool, dict[tuple[str, int], list[float]]] = {True: {}, False: {}}
     for cell in comparison.cells:
         if summary := run.training(cell.signature).summary():
-            found.setdefault((cell.method, cell.batch), []).append(summary.actual_hours)
-    return {row: statistics.fmean(hours) for row, hours in found.items()}
+            row = by_length[cell.short is None].setdefault((cell.method, cell.batch), [])
+            row.append(summary.actual_hours / cell.share)
+    return {row: statistics.fmean(hours) for row, hours in {**by_length[False], **by_length[True]}.items()}
 
 
 def expected_hours(

@@ -242,8 +242,9 @@ def _newest_train_task(look: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | 
 
 
 def _newest_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    timed = [row for row in rows if row["kind"] in ("step", "branch")]
-    return timed[-1] if timed else {}
+    """Return the newest row that says what is left, of the newest start; nothing if that has made no step yet."""
+    newest = [row for row in rows if row["kind"] in ("step", "branch", "start")][-1:]
+    return newest[0] if newest and newest[0]["kind"] != "start" else {}
 
 
 def _tuning(found: Tuning | None) -> TuningStatus | None:

@@ -20,11 +20,11 @@ def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterato
     """The grid in the order it is trained, and what it may take."""
     todo = {cell.signature for cell in plan.missing}
     made = table(
-        ("", "method", "batch", "local\nbatch", "nodes", "seed", "run", f"expected\n({_plan_unit(plan)[1]})"),
-        left=(1, 6),
+        ("", "method", "batch", "local\nbatch", "nodes", "seed", "epochs", "run", f"expected\n({_plan_unit(plan)[1]})"),
+        left=(1, 7),
     )
     divisor = _plan_unit(plan)[0]
-    for place_, cell in enumerate(plan.comparison.cells, 1):
+    for place_, cell in enumerate(plan.standing.wanted, 1):
         hours = plan.hours.get((cell.method, cell.batch))
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
         made.add_row(
@@ -34,13 +34,23 @@ def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterato
             str(local),
             str(cell.nodes),
             str(cell.seed),
+            str(cell.short[0] if cell.short else plan.spec.train.epochs),
             f"train-{cell.signature}",
-            "done" if cell.signature not in todo else "-" if hours is None else number(3600 * hours / divisor),
+            "done" if cell.signature not in todo else number(hours and 3600 * cell.share * hours / divisor),
         )
     yield made
     yield ""
-    done = len(plan.comparison.cells) - len(todo)
-    yield f"{plural(len(todo), 'training')} to do, {done} of {len(plan.comparison.cells)} done"
+    done, total = len(plan.standing.wanted) - len(todo), plan.standing.at_most
+    at_most = "at most " if plan.standing.undecided else ""
+    yield f"{at_most}{plural(total - done, 'training')} to do, {done} of {total} done"
+    short = next((cell.short for cell in plan.comparison.cells if cell.short), None)
+    if short is not None:
+        epochs = sum(cell.share for cell in (*plan.standing.wanted, *plan.standing.undecided))
+        yield (
+            f"round 1: all rows but lbt for {short[0]} of {short[1]} epochs; round 2: the best two at a batch, lbt and the job's"
+            f" own row in full; the epochs of at most {number(epochs)} full trainings, not"
+            f" {sum(not cell.short for cell in plan.comparison.cells)}"
+        )
     yield from _compare_costs(plan)
     for script in scripts:
         yield ""
@@ -60,15 +70,23 @@ def _compare_costs(plan: "ComparePlan") -> Iterator[str]:
         return
     node_hours = hours * plan.comparison.nodes
     # Memory has a price only where it was measured, so gb_hour is left to each training's own prediction.
-    yield f"about {duration(3600 * hours)} one after the other, {number(node_hours)} node-h"
+    yield f"{'at most' if plan.standing.undecided else 'about'} {duration(3600 * hours)} one after the other, {number(node_hours)} node-h"
     yield f"price: {plan.price}"
 
 
 def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
     """Table I for the user's own job, and accuracy (or loss) against the batch."""
-    yield comparison_table(found)
+    if found.first_round and found.epochs is not None:
+        yield f"round 1: {found.epochs[0]} of {found.epochs[1]} epochs, one seed; not to be compared with full trainings"
+        yield comparison_table(found, found.first_round)
+        yield ""
+        yield f"round 2: all {found.epochs[1]} epochs"
+    yield comparison_table(found, found.rows)
     yield ""
-    yield f"{found.finished} of {plural(found.total, 'training')} done" + (
+    if any(row.seeds for row in found.rows):
+        yield found.answer
+    at_most = "at most " if found.undecided else ""
+    yield f"{found.finished} of {at_most}{plural(found.total, 'training')} done" + (
         ""
         if found.complete or found.hours_left is None
         else f", about {duration(3600 * found.hours_left)} one after the other left"
@@ -118,10 +136,10 @@ def time_column(found: "CompareReport") -> tuple[float, str]:
     return time_unit(3600 * max((row.hours or 0.0 for row in found.rows), default=0.0))
 
 
-def comparison_table(found: "CompareReport") -> "Table":
+def comparison_table(found: "CompareReport", rows: "Sequence[Row]") -> "Table":
     """One row a method at a batch."""
     divisor, unit = time_column(found)
-    shown = [row for row in found.rows if row.cells]
+    shown = [row for row in rows if row.cells]
     made = table(
         ("batch", "method", "n", *heads(found), "gap", "recovered\n(%)", "samples", f"time\n({unit})", "note"),
         left=(1, 6 + len(found.columns) + 1),
@@ -137,7 +155,7 @@ def comparison_table(found: "CompareReport") -> "Table":
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else number(3600 * row.hours / divisor),
-            comparison_note(row),
+            row.note,
         )
         batch = row.batch
     return made
@@ -148,9 +166,3 @@ def spread(value: "Stat | None", digits: int) -> str:
     if value is None:
         return "-"
     return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")
-
-
-def comparison_note(row: "Row") -> str:
-    """Return what of a row has not ended well, or not at all."""
-    words = ("diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing")
-    return ", ".join(f"{count} {word}" for word in words if (count := row.count(word)))  # type: ignore[arg-type]

@@ -70,7 +70,9 @@ class ChangesLive(Live):
     def compared(self, now: "Progress") -> None:
         super().compared(now)
         cell = "" if now.cell is None else now.cell.words
-        self._say("comparison", f"{now.done} {now.failed} {now.running} {cell} {now.waits}", comparison(now))
+        self._say(
+            "comparison", f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}", comparison(now)
+        )
 
     def _say(self, about: str, state: str, text: str) -> None:
         if self._said.get(about) != state:
@@ -137,7 +139,8 @@ class DrawnLive(Live):
 
 def comparison(now: "Progress") -> str:
     """One line: how far a comparison is, and what it does."""
-    parts = [f"{now.done} of {plural(now.total, 'training')} done"]
+    at_most, of_two = "at most " if now.undecided else "", f"round {now.round} of 2: " if now.round else ""
+    parts = [f"{of_two}{now.done} of {at_most}{plural(now.total, 'training')} done"]
     parts += [f"{now.failed} failed"] if now.failed else []
     parts += [f"now: {now.cell.words}"] if now.cell is not None else []
     parts += [now.waits] if now.waits else []

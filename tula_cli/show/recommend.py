@@ -213,7 +213,7 @@ def same_progress(found: "Recommendation") -> "Table":
 
 
 SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
-"""What stands before a figure with a caveat, by the keys of `CAVEATS`."""
+"""The sign before a figure with a caveat, by the keys of `CAVEATS`."""
 
 
 def _signs(caveats: Sequence[str], *names: str) -> str:

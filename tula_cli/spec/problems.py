@@ -76,7 +76,10 @@ def problem(item: Any, *, of_script: bool = False) -> Problem:
         close = difflib.get_close_matches(str(item["input"]), re.findall(r"'([^']+)'", expected), n=1)
         return Problem(path, f"{item['input']!r} is none of {expected}", f"did you mean {close[0]}?" if close else "")
     if item["type"] == "string_pattern_mismatch":
-        return Problem(path, f"{item['input']!r} must be letters, digits, '.', '_' or '-', at most 64 of them")
+        return Problem(
+            path,
+            f"{item['input']!r} must be letters, digits, '.', '_' or '-', at most 64 of them, the first a letter or digit",
+        )
     shown = "" if item["type"] == "value_error" or isinstance(item["input"], dict) else f", got {item['input']!r}"
     return Problem(path, message[:1].lower() + message[1:] + shown, _hint_of_name(item))
 

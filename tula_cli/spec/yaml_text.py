@@ -36,6 +36,16 @@ def _construct_float(loader: "yaml.constructor.SafeConstructor", node: yaml.Scal
     return number
 
 
+def _construct_text(loader: "yaml.constructor.SafeConstructor", node: yaml.ScalarNode) -> str:
+    """Return text whose characters can be written; pairs of escapes, as JSON has them, are one character."""
+    text: str = loader.construct_yaml_str(node)
+    try:
+        return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        problem = f"{text!r} holds half of a pair of UTF-16, which is no character"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
+
 class _Loader(yaml.SafeLoader):
     """YAML with 1.2's plain scalars: 1e-3 is a number, `on`, 1:30 and 2025-01-01 are words; a key given twice is refused."""
 
@@ -91,6 +101,7 @@ _LOADERS: tuple[Any, ...] = (_Loader, *((_FastLoader,) if yaml.__with_libyaml__ 
 for _loader in _LOADERS:
     _loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
     _loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+    _loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 for _class in (*_LOADERS, Dumper):
     for _name, _pattern, _first in _PLAIN_SCALARS:
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)

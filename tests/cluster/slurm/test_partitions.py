@@ -121,6 +121,10 @@ UNUSABLE = [
     "allocated*",
     "mixed%",
     "completing$",
+    "IDLE+DRAIN",
+    "MIXED+NOT_RESPONDING",
+    "ALLOCATED+MAINT",
+    "idle+powering_down",
 ]
 USABLE = [
     "idle",
@@ -144,6 +148,9 @@ USABLE = [
     "powered_down",
     "powering_up",
     "power_down",
+    "IDLE+CLOUD",
+    "MIXED+PLANNED",
+    "idle+dynamic_norm",
 ]
 
 
@@ -256,6 +263,13 @@ ROW = "main*|up|2:00:00|1-infinite|4|idle|8|64000|gpu:a100:2|node[001-004,007]"
         (ROW.replace("1-infinite", "3-infinite"), NODE.format(efctv=8), FREE, "", 4, '"0"', [4]),
         (ROW.replace("1-infinite", "1-2"), NODE.format(efctv=8), FREE, "", 4, '"0"', [1, 2]),
         (ROW, "", "", "", 4, '"0"', [2, 4]),  # scontrol does not answer
+        *(  # fields without a number
+            (ROW, NODE.format(efctv=none) + f" CoreSpecCount={none} CPUSpecList={none} MemSpecLimit={none}", FREE, none, 4, '"0"', [2, 4])
+            for none in ("N/A", "(null)", "", "None", "UNLIMITED")
+        ),
+        (ROW, NODE.replace("={efctv}", "=N/A").replace("Core=2", "Core=N/A") + " CoreSpecCount=2", FREE, "", 3, '"0"', [2, 4]),
+        (ROW, NODE.format(efctv=8).replace("Sockets=2", "Sockets=(null)"), FREE + " MaxCPUsPerSocket=4", "", 2, '"0"', [2, 4]),
+        (ROW, NODE.format(efctv=8) + " MemSpecLimit=4000M", FREE, "", 4, '"0"', [2, 4]),
     ],
 )  # fmt: skip
 def test_what_a_job_can_have_of_a_node_is_asked_for(commands, row, node, limits, config, cpus, memory, nodes):

@@ -191,6 +191,7 @@ def test_garbage_is_no_error(slurm):
         ("COMPLETING", "running"),
         ("SUSPENDED", "running"),
         ("CONFIGURING", "pending"),
+        ("POWER_UP_NODE", "pending"),
         ("REQUEUE_HOLD", "pending"),
         ("CANCELLED+", "ended"),
         ("OUT_OF_ME+", "ended"),

@@ -101,7 +101,16 @@ def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: 
     for name in ("env/pyvenv.cfg", "node_modules/x.json", "__pycache__/x.json", ".hidden/x.py", ".env", ".env.yaml"):
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).touch()
-    keys = ["id_rsa", "id_ed25519.json", "tls.pem", "tls.key", "gcp-Credentials.json", "aws_credentials.py"]
+    keys = [
+        "id_rsa",
+        "id_ed25519.json",
+        "tls.pem",
+        "tls.key",
+        "gcp-Credentials.json",
+        "aws_credentials.py",
+        "gcp-key.json",
+        "auth.json",
+    ]
     keys += ["secrets.yaml", "token.txt", "kaggle.json", "service-account-1.json", "my_api_key.txt"]
     for name in keys:
         (here / name).write_text("secret")
@@ -453,6 +462,9 @@ SECRET = "s3cr3tXYZ9"
         f"SharedAccessSignature={SECRET}", f"MYSQL_PWD={SECRET}", f"DB_PASS: {SECRET}", f"invalid token {SECRET}",
         f"https://oauth2:{SECRET}@gitlab.com/x.git", f"--token\n{SECRET}",
         f"-----BEGIN RSA PRIVATE KEY-----\nMII{SECRET}\n-----END RSA PRIVATE KEY-----",
+        f"wandb login {2 * SECRET}", f"wandb login --relogin {2 * SECRET}", f"wandb.login(key='{SECRET}')",
+        f"https://hooks.slack.com/services/T0/B0/{SECRET}", f"https://discord.com/api/webhooks/1/{SECRET}",
+        *(f"got {start}{2 * SECRET}" for start in ("npm_", "pypi-", "AIza", "dop_v1_", "rpa_", "SG.")),
     ],
 )  # fmt: skip
 def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:
@@ -468,6 +480,8 @@ def test_secrets_in_text_are_hidden_once_and_for_all(text: str) -> None:
         "secrets of the loader", "max_tokens=4096", "--max-tokens 4096", "--num_tokens 100k", "KeyError: 'input_ids'",
         "TOKENIZERS_PARALLELISM=true", "tokenizer.model is missing", "password is wrong", "cookie jar", "--pad-token-id 0",
         "Tokenizer: special token not found", "pass 1 of 3", "forward pass: nan", "SLURM_JOB_ID=12", "--author me",
+        "--use_auth_token true", "--max-tokens 1e6", "num_tokens=1e9", "special_tokens=[PAD]", "pad_token=[PAD]", "eos_token='</s>'",
+        "--pad_token '<pad>'", "mask_token: [MASK]", "eos_token=<|endoftext|>", "token=None", "wandb: use `wandb login --relogin` to force relogin",
         "python -u -m torch.distributed.run train.py", "CUDA out of memory. Tried to allocate 2.00 GiB",
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Put aside the files that a probe has written outside of its folder: a training must not start from a probe's weights."""
 
+import filecmp
 import os
 import shutil
 import socket
@@ -22,11 +23,23 @@ class ChangedFile:
     Attributes:
         existed: whether there was something before the probe.
         copy: of it; None without one.
+        modified: when that was changed last (ns); None if it is not known.
     """
 
     path: Path
     existed: bool
     copy: Path | None
+    modified: int | None = None
+
+    def is_unchanged(self) -> bool:
+        """Return whether what existed is as it was: a file may be opened for writing, as numpy.memmap does, and only read."""
+        if not self.existed or not os.path.lexists(self.path):
+            return False
+        if self.copy is None:
+            return self.path.lstat().st_mtime_ns == self.modified
+        if self.path.is_symlink() or self.copy.is_symlink():
+            return self.path.is_symlink() and self.copy.is_symlink() and self.path.readlink() == self.copy.readlink()
+        return self.path.is_file() and filecmp.cmp(self.path, self.copy, shallow=False)
 
 
 def put_aside(attempt: ScriptAttempt) -> str:
@@ -46,6 +59,8 @@ def put_aside(attempt: ScriptAttempt) -> str:
     remaining: list[str] = []
     for file in _changed_files(rows, folders, since=stepped):
         try:
+            if file.is_unchanged():
+                continue
             restored = _restore(file, attempt.aside / file.path.relative_to("/"))
         except OSError as error:
             remaining.append(f"{file.path} ({error.strerror})")
@@ -70,11 +85,12 @@ def _changed_files(
             by_path.setdefault(row["path"], []).append(row)
     for name, events in by_path.items():
         copy = next((event["copy"] for event in events if event["copy"]), None)
+        modified = next((event["modified"] for event in events if event.get("modified")), None)
         existed = any(event["existed"] for event in events)
         if not existed and not os.path.lexists(name):
             continue  # a draft that was renamed, or a temporary file
         if any(event["late"] for event in events) or _modified(Path(name)) >= since:
-            yield ChangedFile(Path(name), existed, None if copy is None else Path(copy))
+            yield ChangedFile(Path(name), existed, None if copy is None else Path(copy), modified)
     made = {file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path}
     yield from (ChangedFile(file, False, None) for file in sorted(made) if _modified(file) >= since)
 
@@ -87,6 +103,7 @@ def _restore(file: ChangedFile, target: Path) -> bool:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(file.path, target)
     if file.copy is not None:
+        file.path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file.copy, file.path, follow_symlinks=False)
     return True
 

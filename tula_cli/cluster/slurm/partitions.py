@@ -25,7 +25,7 @@ PATIENCE = 10.0
 
 _UNUSABLE = (
     "down", "drain", "drained", "draining", "fail", "failing", "error", "future", "inval", "unknown",
-    "maint", "reserved", "reboot", "powering_down",
+    "maint", "reserved", "reboot", "powering_down", "not_responding",
 )  # fmt: skip
 _LEAVING = "*$^%"
 """Suffixes of the states of nodes that do not respond, are in a maintenance window, reboot or are being switched off."""
@@ -232,13 +232,13 @@ def _usable(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
         node: scontrol's record of it; empty where nothing is known.
         limits: of the partition, as far as there are any.
     """
-    threads = int(node.get("ThreadsPerCore", "1"))
-    specialised = len(_numbers(node.get("CPUSpecList", ""))) or int(node.get("CoreSpecCount", "0")) * threads
-    cpus = int(node.get("CPUEfctv") or kind.cpus - specialised)
+    threads = _leading_number(node.get("ThreadsPerCore", "")) or 1
+    specialised = len(_numbers(node.get("CPUSpecList", ""))) or _leading_number(node.get("CoreSpecCount", "")) * threads
+    cpus = _leading_number(node.get("CPUEfctv", "")) or kind.cpus - specialised
     cpus = min(cpus, int(limits.get("MaxCPUsPerNode", cpus)))
     if "MaxCPUsPerSocket" in limits:
-        cpus = min(cpus, int(limits["MaxCPUsPerSocket"]) * int(node.get("Sockets", "1")))
-    memory = kind.memory - int(node.get("MemSpecLimit", "0"))
+        cpus = min(cpus, int(limits["MaxCPUsPerSocket"]) * (_leading_number(node.get("Sockets", "")) or 1))
+    memory = kind.memory - _leading_number(node.get("MemSpecLimit", ""))
     ranks = max(1, min(kind.gpus[0].count if kind.gpus else 1, cpus))
     asked_cpus = cpus // ranks * ranks
     most = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * asked_cpus or memory
@@ -254,11 +254,11 @@ def _numbers(ranges: str) -> list[int]:
 def _can_run(state: str) -> bool:
     """Return whether a node in this state runs jobs, now or when those before are done; "~" is one that is switched off."""
     words = re.split(r"[^a-z_]", state.lower())
-    return state[-1:] not in _LEAVING and words[0] not in _UNUSABLE
+    return state[-1:] not in _LEAVING and not set(words) & set(_UNUSABLE)
 
 
 def _leading_number(text: str) -> int:
-    """Return 16 of "16+", which sinfo writes where nodes differ."""
+    """Return 16 of "16+", which sinfo writes where nodes differ; 0 of "N/A", "(null)" and the like."""
     found = re.match(r"\d+", text)
     return int(found[0]) if found else 0
 

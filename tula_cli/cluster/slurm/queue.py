@@ -25,7 +25,9 @@ ACCOUNTING_PAUSE = 60.0
 """Seconds between two questions to sacct about the same job: it reads a database that all users share."""
 
 
-PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+PENDING = (
+    "PENDING", "CONFIGURING", "POWER_UP_NODE", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD",
+)  # fmt: skip
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
 _STOPPED = """suspended: an administrator, or a job that goes first, has stopped it where it stands; it goes on once it is resumed: ask the
 administrators (scontrol resume {id}), or tula cancel and start it anew""".replace("\n", " ")

@@ -174,9 +174,7 @@ def environment_of(script: Path) -> dict[str, str]:
 
 def overriding_variables(environ: Mapping[str, str]) -> list[str]:
     """Return the input variables of sbatch that contradict any job of tula's, and are not passed on to it."""
-    return sorted(
-        name for name in environ if name.removeprefix("SBATCH_") in _OVERRIDES["nodes"] and name[:7] == "SBATCH_"
-    )
+    return sorted(environ.keys() & {f"SBATCH_{name}" for name in _OVERRIDES["nodes"]})
 
 
 def _accepted_unheard(script: Path, name: str, words: str) -> str:

@@ -132,11 +132,11 @@ class Prediction(Record):
 
 
 HIGHEST_EFFICIENCY = 1.1
-"""What caches and noise may add to ideal scaling; above, a measurement is at fault."""
+"""Caches and noise may exceed ideal scaling by so much; above it a measurement is at fault."""
 
 
 class Caveats:
-    """What the figures of each configuration leave open: they are marked in every table and named in the JSON of each row.
+    """Reasons not to trust a figure of a configuration: marked in every table and named in the JSON of each row.
 
     Args:
         choice: with which the others are compared.
@@ -159,15 +159,15 @@ class Caveats:
         """Return the caveats of a configuration, by the keys of `CAVEATS`."""
         names = ["wide_interval"] * is_too_wide(row.hours_low, row.hours_high)
         if _place(row) != _place(self._choice):
-            own = _intervals(row)
-            names += [f"{name}_within_noise" for name in own if _overlap(own[name], self._intervals[name])]
+            intervals = _intervals(row)
+            names += [f"{name}_within_noise" for name in intervals if _overlap(intervals[name], self._intervals[name])]
         return (*names, *["efficiency_above_110"] * (self.efficiency(row) > HIGHEST_EFFICIENCY))
 
     def efficiency(self, row: Prediction) -> float:
         """Return the throughput of a node over that on the fewest nodes with the same batch, or the same local batch."""
-        own = row.batch / row.step_time / row.nodes
+        throughput = row.batch / row.step_time / row.nodes
         keys = (row.type, "batch", row.batch), (row.type, "local batch", row.local_batch)
-        return max(own / self._fewest[key][1] if key in self._fewest else 1.0 for key in keys)
+        return max(throughput / self._fewest[key][1] if key in self._fewest else 1.0 for key in keys)
 
 
 CAVEATS = {
@@ -176,7 +176,7 @@ CAVEATS = {
     "efficiency_above_110": "a node does over 110 % of what it does on the fewest nodes with that batch or local batch, which"
     " is hardly possible: a step time is off",
 }
-"""What caveats mean; those of a quantity (time, cost, energy, progress) are `QUANTITY_within_noise`."""
+"""The meaning of caveats; those of a quantity (time, cost, energy, progress) are `QUANTITY_within_noise`."""
 
 
 def caveat_kind(name: str) -> str:
@@ -420,7 +420,7 @@ class Recommendation(Record):
 
     @property
     def caveats(self) -> Caveats:
-        """What the figures of the rows leave open."""
+        """The caveats of the rows."""
         return Caveats.among(self.rows, self.choice)
 
     @property

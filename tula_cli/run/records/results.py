@@ -235,10 +235,17 @@ class Cell(Record):
     nodes: int
     signature: str  # of its training run
     reference: bool = False  # the small batch that the others are held against
+    short: tuple[int, int] | None = None  # a training of the first round: its epochs, of those of the job
+
+    @property
+    def share(self) -> float:
+        """The share of the job's epochs that it is trained for."""
+        return 1.0 if self.short is None else self.short[0] / self.short[1]
 
     @property
     def words(self) -> str:
-        return f"{self.method}, batch {self.batch}, seed {self.seed}"
+        length = "" if self.short is None else f", {self.short[0]} of {self.short[1]} epochs"
+        return f"{self.method}, batch {self.batch}, seed {self.seed}{length}"
 
 
 class Comparison(Record):
@@ -249,5 +256,11 @@ class Comparison(Record):
     seeds: int
     nodes: int
     controls: bool | tuple[str, ...]  # their rows; of an older tula, and where asked for: all or none
-    cells: tuple[Cell, ...]
+    cells: tuple[Cell, ...]  # of all rows in full, though some may be dropped; before them those of the first round
     created_at: float
+    job_row: str = ""  # the row that trains the job as it is
+
+    @property
+    def has_rounds(self) -> bool:
+        """Return whether there is a first round."""
+        return any(cell.short for cell in self.cells)

@@ -35,7 +35,7 @@ class AgsPlan(Record):
 
 
 class OrthoPlan(Record):
-    """What the shim needs to orthogonalise the steps of the script's optimizers."""
+    """Settings with which the shim orthogonalises the steps of the script's optimizers."""
 
     code: str  # the folder in which the library is
     beta2_power: float  # batch / reference batch

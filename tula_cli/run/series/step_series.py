@@ -219,9 +219,9 @@ def _rows(line: Mapping[str, Any]) -> Iterator[StepRow]:
     """Yield the rows of a line; none of one that is damaged."""
     if (parts := _read_line(line)) is None:
         return
-    (samples, batch, steps, count), found = parts
+    (samples, batch, steps, count), columns = parts
     places = range(samples, samples + count * steps * batch, steps * batch)
-    for at, row in zip(places, zip(*found, strict=True), strict=True):
+    for at, row in zip(places, zip(*columns, strict=True), strict=True):
         lr, norm, low, high, delta, least, most, scaled, factor, last = row
         yield StepRow(
             samples=at,

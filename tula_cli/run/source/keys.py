@@ -10,7 +10,8 @@ CODE = {".py", ".sh", ".bash", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cxx", ".cu
 KEYS = (
     "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore", "*.kdbx", "*.env", "*netrc", "*credential*", "kaggle.json",
     "token", "token.*", "*_token", "*_token.*", "*.token", "*secret*", "*service?account*", "*serviceaccount*", "htpasswd", "pgpass",
-    "*passwords*", "*apikey*", "*api_key*", "*api-key*",
+    "*password*", "*apikey*", "*api_key*", "*api-key*", "*[_-]key", "*[_-]key.*", "*accesskey*", "*access_key*", "rootkey.*",
+    "auth.json", "oauth*.json", "kubeconfig*", "cookies.*", "*-adminsdk*", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
 )  # fmt: skip
 _CODE_KEYS = ("*.pem", "*.key", "*.p12", "*.pfx", "*.env", "*netrc", "*credentials*")
 """The names of keys that code may have too."""
@@ -20,9 +21,7 @@ def is_key(file: Path) -> bool:
     """Return whether a file's name is one that keys have."""
     name = file.name.lower()
     patterns = _CODE_KEYS if file.suffix in CODE else KEYS
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns) or (
-        name.startswith("id_") and file.suffix not in CODE
-    )
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def is_private(file: Path) -> bool:
@@ -56,9 +55,14 @@ _BEARER = re.compile(
     re.IGNORECASE,
 )
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
-_LOGIN = re.compile(r"""(\bcurl\b[^\n|;]*?\s(?:-u|--user)[ =]?["']?[^\s:'"]+:|\bsshpass\s+-p\s*)[^\s'"]+""")
+_LOGIN = re.compile(
+    r"""(\bcurl\b[^\n|;]*?\s(?:-u|--user)[ =]?["']?[^\s:'"]+:|\bsshpass\s+-p\s*"""
+    r"""|\bwandb login(?: +--\S+)* +(?=\w{20})|\bwandb\.login\([^)\n]*?key\s*=\s*["']"""
+    r"""|https://(?:hooks\.slack\.com/services|(?:\w+\.)?discord(?:app)?\.com/api/webhooks)/)[^\s'"]+"""
+)
+"""Words before a secret that is not named: a login, an address that posts for whoever knows it."""
 _TOKEN = re.compile(
-    r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{16,}"  # of known services
+    r"\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox[abps]-|AKIA|ASIA|AIza|eyJ|npm_|pypi-|dop_v1_|rpa_|SG\.)[A-Za-z0-9_.-]{16,}"  # of known services
 )
 _IN_WORDS = re.compile(
     rf"""([^\s=]*(?:{_SECRET_NAME})(?:[^\s=:]*\s*(?:=\s*|:\s+)|(?:ORDS?|DS?|S)?["']?\s*:)|--?[^\s=]*(?:{_SECRET_NAME})[^\s=:]*\s+){_VALUE}""",
@@ -66,7 +70,10 @@ _IN_WORDS = re.compile(
 )
 _IN_SENTENCE = re.compile(rf"((?:{_SECRET_NAME})[^\s=:]*\s+)(?=\S*\d)(?=\S*[A-Za-z])([^\s,;\"']{{8,}})", re.IGNORECASE)
 """A word behind the name of a secret is one if it looks like one: "token ab12cd34", and not "tokens are counted"."""
-_NUMBER = re.compile(r"[\d.]+[kKMG]?")
+_HARMLESS = re.compile(
+    r"""["']?(?:[+-]?[\d.]+(?:[eE][+-]?\d+)?[kKMGTB]?|(?i:true|false|none|null)|</?s>|<[a-z_|]{3,}>|\[(?i:pad|unk|cls|sep|mask|bos|eos)\])["']?"""
+)
+"""Values that are no secret, whatever their name: numbers, yes or no, a tokenizer's own tokens."""
 
 
 def may_be_secret(name: str, value: str) -> bool:
@@ -79,7 +86,7 @@ def without_secrets(text: str) -> str:
 
     def hide(match: re.Match[str]) -> str:
         name, value = (part for part in match.groups() if part is not None)
-        return match[0] if _NUMBER.fullmatch(value) else f"{name}***"
+        return match[0] if _HARMLESS.fullmatch(value) else f"{name}***"
 
     for pattern in (_PRIVATE_KEY, _LOGIN, _BEARER):
         text = pattern.sub(r"\1***", text)

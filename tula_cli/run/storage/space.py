@@ -14,7 +14,7 @@ SILENT = (
     *(errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
     *(errno.ENXIO, errno.ENOLINK, errno.ECOMM, errno.EROFS),
 )
-"""What it says of a file system that did not answer, has lost a file or takes no writes: NFS, Lustre, FUSE, a dying disk."""
+"""Error numbers of a file system that did not answer, has lost a file or takes no writes: NFS, Lustre, FUSE, a dying disk."""
 LEAST = 2**16
 """Bytes that the small files of a run need."""
 

@@ -14,9 +14,11 @@ from tula_cli.run.frames import frame
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.compare import ENDED, FINISHED, State, durations, expected_hours, total_hours
+from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.progress.job_status import JobStatus
 from tula_cli.spec.job import JobSpec
+from tula_cli.words import number, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,6 +81,7 @@ class Row:
     samples: float | None = None  # mean
     hours: float | None = None  # mean, wall-clock time with all attempts
     metrics: Mapping[str, Stat] = dataclasses.field(default_factory=dict)  # a script's own, by name
+    dropped: str = ""  # why it is not trained any further; empty if it is, or has been
 
     def stat(self, metric: str) -> Stat | None:
         """Return its top1, top5 or loss, or a script's own metric; None where no training tells it."""
@@ -94,6 +97,13 @@ class Row:
     def count(self, *states: State) -> int:
         return sum(cell.state in states for cell in self.cells)
 
+    @property
+    def note(self) -> str:
+        """Why it was dropped, and which of its trainings have not ended well, or not at all."""
+        states: tuple[State, ...] = ("diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing")
+        counts = [f"{count} {state}" for state in states if (count := self.count(state))]
+        return ", ".join([*([self.dropped] if self.dropped else []), *counts])
+
 
 @dataclass(frozen=True)
 class CompareReport:
@@ -108,6 +118,10 @@ class CompareReport:
     finished: int
     hours_left: float | None  # expected for what is missing, one after the other
     warnings: tuple[str, ...]
+    undecided: int = 0  # trainings of the total that may not be needed
+    first_round: tuple[Row, ...] = ()  # rows after the short trainings; those of `rows` are of all epochs
+    epochs: tuple[int, int] | None = None  # of the first round, and of the job
+    answer: str = ""  # the best row of the largest batch, and what cannot be distinguished from it
 
     def frame(self) -> "pd.DataFrame":
         """Return one row a method at a batch: seeds, mean and standard deviation of each metric, gap, hours."""
@@ -148,26 +162,40 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
         jobs: what is known of the run's jobs, for the cells that are not finished.
     """
     states, look = {job.id: job for job in jobs}, run.read(skip_damaged=True)
+    took = durations(look, comparison)
+    hours = {row: expected_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
+    standing = rounds.decide_standing(look, comparison, spec, hours=hours)
     cells = [
         _cell_report(look.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
-        for cell in comparison.cells
+        for cell in standing.wanted
     ]
     columns = _columns(cells, spec)
     metric = columns[0]
-    rows = _compared(_rows(cells), metric)
-    took = durations(look, comparison)
-    hours = {(row.method, row.batch): expected_hours((row.method, row.batch), took, {}) for row in rows}
-    return CompareReport(
+    full, short = ([report for report in cells if bool(report.cell.short) is of] for of in (False, True))
+    rows = [_mark_dropped(row, standing.reasons) for row in _compared(_rows(full), metric)]
+    second = {(row.method, row.batch) for row in rows}
+    first_round = [
+        row if (row.method, row.batch) in second else _mark_dropped(row, standing.reasons) for row in _rows(short)
+    ]
+    table = CompareReport(
         rows=tuple(rows),
         metric=metric,
         columns=columns,
         reference_batch=spec.train.reference_batch,
         nodes=comparison.nodes,
-        total=len(cells),
+        total=standing.at_most,
         finished=sum(cell.finished for cell in cells),
-        hours_left=total_hours([cell.cell for cell in cells if not cell.finished], hours),
-        warnings=(*_doubts(rows, metric), *look.training_warnings),
+        hours_left=total_hours([*(c.cell for c in cells if not c.finished), *standing.undecided], hours),
+        warnings=(*_doubts([*rows, *first_round], metric), *look.training_warnings),
+        undecided=len(standing.undecided),
+        first_round=tuple(first_round),
+        epochs=next((report.cell.short for report in short), None),
     )
+    return dataclasses.replace(table, answer=answer(table))
+
+
+def _mark_dropped(row: Row, reasons: Mapping[tuple[str, int], str]) -> Row:
+    return dataclasses.replace(row, dropped=reasons.get((row.method, row.batch), ""))
 
 
 def _columns(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
@@ -332,6 +360,74 @@ def _doubts(rows: Iterable[Row], metric: str) -> Iterator[str]:
                 yield f"{cell.cell.words}: {metric} was nowhere to be found in what the script told (script.metric)"
 
 
+# --- the answer
+
+
+def answer(report: CompareReport) -> str:
+    """Return what came of a comparison in a line: the best row of the largest batch that is known, beside the reference."""
+    reference = next((row for row in report.rows if row.reference), None)
+    small = None if reference is None else reference.stat(report.metric)
+    batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
+    known = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
+    if small is None or not known:
+        return f"Nothing tells yet: {report.finished} of {plural(report.total, 'training')} done; tula compare trains the others."
+    first = best(known, report)
+    result = (
+        f"{report.metric} {spread(first.stat(report.metric))}, where batch {report.reference_batch} has {spread(small)}"
+    )
+    progress = "" if report.complete else f" ({report.finished} of {plural(report.total, 'training')} done)"
+    alike = [row for row in known if row is not first and not row.dropped and not differs(first, row, report.metric)]
+    if alike:
+        others = " and ".join(f"{row.method} {spread(row.stat(report.metric))}" for row in alike)
+        return (
+            f"At batch {batch} the best methods are not distinguishable: {first.method} has {result}, and {others}"
+            f"{progress}; compare more seeds (tula compare --seeds {max(5, 2 * first.seeds)})."
+        )
+    if len(known) == 1:
+        return f"At batch {batch} {first.method} alone is known: {result}{progress}."
+    return f"At batch {batch} {first.method} is best: {result}{progress}."
+
+
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t for 95 % on both sides, by degrees of freedom from 1 on."""
+
+
+def differs(a: Row, b: Row, metric: str) -> bool:
+    """Return whether the means of two rows differ beyond noise, by Welch's t-test; one seed tells no noise, so they do not."""
+    first, second = a.stat(metric), b.stat(metric)
+    if first is None or second is None or first.sd is None or second.sd is None:
+        return False
+    u, v = first.sd**2 / first.n, second.sd**2 / second.n
+    if u + v == 0:
+        return first.mean != second.mean
+    freedom = max(1.0, (u + v) ** 2 / (u**2 / (first.n - 1) + v**2 / (second.n - 1)))
+    return abs(first.mean - second.mean) > _interpolate_t_95(freedom) * math.sqrt(u + v)
+
+
+def _interpolate_t_95(freedom: float) -> float:
+    """Return the quantile at fractional degrees of freedom, between those of whole ones by their reciprocals."""
+    whole = int(freedom)
+    if whole >= len(_T_95):
+        return _T_95[-1] if whole == len(_T_95) else 2.1
+    weight = (1 / freedom - 1 / (whole + 1)) / (1 / whole - 1 / (whole + 1))
+    return weight * _T_95[whole - 1] + (1 - weight) * _T_95[whole]
+
+
+def best(rows: Sequence[Row], report: CompareReport) -> Row:
+    def value(row: Row) -> float:
+        stat = row.stat(report.metric)
+        assert stat is not None  # of rows that have it
+        return stat.mean
+
+    return (min if report.less_is_better else max)(rows, key=value)
+
+
+def spread(value: Stat | None) -> str:
+    if value is None:
+        return "-"
+    return number(value.mean, 4) + (f" ± {number(value.sd, 2)}" if value.sd is not None else "")
+
+
 # --- what it was like on the way, for the plots
 
 
@@ -347,7 +443,7 @@ class Curve:
 def curves(run: RunDir, comparison: Comparison) -> list[Curve]:
     """Return what every training of a comparison has logged on its way."""
     found = []
-    for cell in comparison.cells:
+    for cell in (cell for cell in comparison.cells if cell.short is None):
         rows: dict[str, list[Mapping[str, Any]]] = {"epoch": [], "hessian": []}
         for row in run.training(cell.signature).metrics(*rows):
             rows[row["kind"]].append(row)

@@ -50,6 +50,7 @@ class GridRequest:
             seeds=seeds,
             nodes=nodes,
             controls=controls if scripted.takes_lr(spec.script) else False,
+            halving=True,
         )
 
 
@@ -77,7 +78,7 @@ class ComparisonResult:
             JobFailed: some have failed.
         """
         report = self.report
-        failed = sum(row.count(*compare.ENDED) for row in report.rows)
+        failed = sum(row.count(*compare.ENDED) for row in (*report.rows, *report.first_round))
         if failed and not report.complete and not self.active:
             raise JobFailed(
                 f"{failed} of {words.plural(report.total, 'training')} failed",
@@ -191,10 +192,17 @@ def _train(
             one_by_one = trainings.one_by_one(run, plan, launcher, inspect=dependencies.inspect)
             yield from beside(run, None, map(ComparisonProgress, one_by_one))
             return
-        jobs = yield from _submit(run, plan, launcher, dependencies)
-        if wait_policy.waits(part.spec):
+        tried: set[str] = set()
+        while plan.missing:
+            jobs = yield from _submit(run, plan, launcher, dependencies)
+            if not wait_policy.waits(part.spec):
+                if plan.standing.undecided:
+                    yield Note("the same command starts the next round once these trainings have ended")
+                return
             together = trainings.wait_for_all(run, plan, launcher, jobs)
             yield from beside(run, None, map(ComparisonProgress, together))
+            tried |= {cell.signature for cell in plan.missing}
+            plan = trainings.advance_plan(run, plan, tried)
     except KeyboardInterrupt:
         hint = f"the same command attaches to it and goes on; tula cancel {words.near(run.path)} ends it"
         message = "interrupted; what is trained stays, and what runs goes on"

@@ -1,8 +1,9 @@
 """Running the trainings of a comparison: one after the other on this machine, side by side on a cluster."""
 
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.launcher import Launcher
@@ -23,6 +24,7 @@ from tula_cli.services.compare import (
     once,
     total_hours,
 )
+from tula_cli.services.comparison import rounds
 from tula_cli.services.progress import job_status
 from tula_cli.services.progress.ending import report
 from tula_cli.services.progress.job_status import JobStatus, TrainingStatus
@@ -39,7 +41,7 @@ HOPELESS = 3
 class Progress:
     """Where a comparison stands while one waits. Seconds."""
 
-    total: int
+    total: int  # at most
     done: int  # finished, diverged ones too
     failed: int  # those that this call started, or waited for
     cell: Cell | None  # what runs; None between two and where several run side by side
@@ -49,6 +51,8 @@ class Progress:
     ended: Cell | None = None  # what has just come to its end
     problem: str = ""  # why that failed
     waits: str = ""  # what the cell has been waiting for, longer than a start takes
+    round: int | None = None  # None of a comparison without rounds
+    undecided: int = 0  # of the total
 
 
 def submit(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
@@ -95,30 +99,54 @@ def one_by_one(
         JobFailed: the first trainings have all failed.
     """
     inspect = functools.partial(once, inspect, {})
-    began, waiting, failed = clock(), list(plan.missing), 0
-    total = len(plan.comparison.cells)
+    began, waiting, failed, tried = clock(), list(plan.missing), 0, set[str]()
+    ended_before = len(plan.standing.wanted) - len(waiting)
     while waiting:
         hours = _hours_now(run, plan)
         expected = total_hours(waiting[:1], hours)
         if seconds is not None and clock() - began + 3600 * (expected or 0.0) > seconds:
             return
         cell = waiting.pop(0)
-        rest = total_hours(waiting, hours)
+        tried.add(cell.signature)
+        rest = total_hours((*waiting, *plan.standing.undecided), hours)
         job, submitted = submit(run, plan, cell, launcher, inspect=inspect), clock()
-        done = total - len(waiting) - 1 - failed
+        done = ended_before + len(tried) - 1 - failed
+        describe = _describe_progress(plan)
         for now in services_status.watch(run, launcher, [job]):
             waits = _waits(now, job) if clock() - submitted > A_START else ""
             left = _left(now, job, expected, rest)
-            yield Progress(total, done, failed, cell, now.training, left, running=1, waits=waits)
+            yield describe(done, failed, cell, now.training, left, running=1, waits=waits)
         problem = _problem(run, cell)
         failed += bool(problem)
-        if failed == HOPELESS and failed == total - len(waiting):
+        if failed == HOPELESS and failed == len(tried) + ended_before:
             raise JobFailed(
                 f"the first {failed} trainings have all failed: {problem}", "tula logs shows what they said"
             )
-        yield Progress(total, done + (not problem), failed, None, None, _seconds(rest), ended=cell, problem=problem)
+        if plan.comparison.has_rounds:
+            plan = advance_plan(run, plan, tried)
+            waiting = list(plan.missing)
+            rest = total_hours((*waiting, *plan.standing.undecided), _hours_now(run, plan))
+        yield _describe_progress(plan)(
+            done + (not problem), failed, None, None, _seconds(rest), ended=cell, problem=problem
+        )
         if run.cancelled(job):  # the user wants an end, not the next one
             return
+
+
+def advance_plan(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
+    """Return the plan after the trainings that have ended since: what they decide, without what this call has tried."""
+    unfinished = [cell for cell in plan.comparison.cells if not has_ended(run, cell)]
+    failed = {cell.signature for cell in unfinished} & set(tried)
+    standing = rounds.decide_standing(run, plan.comparison, plan.spec, failed=failed, hours=_hours_now(run, plan))
+    missing = tuple(cell for cell in standing.wanted if cell in unfinished and cell.signature not in tried)
+    return dataclasses.replace(plan, standing=standing, missing=missing)
+
+
+def _describe_progress(plan: ComparePlan) -> Callable[..., Progress]:
+    """Return what makes the progress of a plan: its total, and the round that it is in."""
+    number = (1 if any(cell.short for cell in plan.missing) else 2) if plan.comparison.has_rounds else None
+    undecided = len(plan.standing.undecided)
+    return functools.partial(Progress, plan.standing.at_most, round=number, undecided=undecided)
 
 
 def _waits(now: RunStatus, job: str) -> str:
@@ -161,7 +189,7 @@ def wait_for_all(
 ) -> Iterator[Progress]:
     """Watch jobs that a scheduler runs side by side until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
-    total, over = len(cells), set[str]()
+    over, describe = set[str](), _describe_progress(plan)
     for now in services_status.watch(run, launcher, jobs, timeout=timeout):
         states = {job.id: job for job in now.jobs if job.id in cells}
         # What is lost at a first look may be on its way; the table tells in the end.
@@ -173,11 +201,11 @@ def wait_for_all(
             over.add(job)
             done, failed = count(states)
             cell = cells[job]
-            yield Progress(total, done, failed, None, None, None, running, ended=cell, problem=_problem(run, cell))
+            yield describe(done, failed, None, None, None, running, ended=cell, problem=_problem(run, cell))
         done, failed = count(states)
-        yield Progress(total, done, failed, None, None, None, running)
+        yield describe(done, failed, None, None, None, running)
 
 
 def _counts(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
-    done = sum(has_ended(run, cell) for cell in plan.comparison.cells)
+    done = sum(has_ended(run, cell) for cell in plan.standing.wanted)
     return done, sum(job.state in ENDED for job in states.values())

@@ -1,19 +1,16 @@
 """A comparison of methods, batches and seeds as a report: Table I, accuracy by batch and on the way, and what lies behind it."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 
-from tula_cli.services.comparison.accuracy import CompareReport, Row, Stat
+from tula_cli.services.comparison.accuracy import CompareReport, Row, Stat, best, differs
 from tula_cli.services.comparison.accuracy import Curve as CellCurve
 from tula_cli.services.reporting.document import Cell, Column, Document, Fact, Figure, Section, Series, Table
 from tula_cli.services.reporting.gradient_figures import Curve, density, figures, means
 from tula_cli.services.reporting.units import of_hours, times
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.version import __version__
-from tula_cli.words import method_label, moment, number, plural
-
-NOTES = ("diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing")
+from tula_cli.words import method_label, moment, plural
 
 
 def comparison_document(
@@ -42,7 +39,7 @@ def comparison_document(
     return Document(
         f"{spec.name}: comparison",
         question,
-        answer(report),
+        report.answer,
         f"{moment(at)}, tula {__version__}",
         facts,
         tuple(sections(report, curves)),
@@ -63,65 +60,12 @@ def _listed(one: str, many: str, values: Sequence[int]) -> str:
     return f"{one if len(values) == 1 else many} {', '.join(map(str, values))}"
 
 
-def answer(report: CompareReport) -> str:
-    """Return what came of a comparison in a line: the best row of the largest batch that is known, beside the reference."""
-    reference = next((row for row in report.rows if row.reference), None)
-    small = None if reference is None else reference.stat(report.metric)
-    batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
-    known = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
-    if small is None or not known:
-        return f"Nothing tells yet: {report.finished} of {plural(report.total, 'training')} done; tula compare trains the others."
-    best = _best(known, report)
-    told = f"{report.metric} {_spread(best.stat(report.metric))}, where batch {report.reference_batch} has {_spread(small)}"
-    left = "" if report.complete else f" ({report.finished} of {plural(report.total, 'training')} done)"
-    beside = next((row for row in known if row is not best and not differs(best, row, report.metric)), None)
-    if beside is not None:
-        return (
-            f"At batch {batch} the best methods are not distinguishable: {best.method} has {told}, and {beside.method}"
-            f" {_spread(beside.stat(report.metric))}{left}; compare more seeds (tula compare --seeds {max(5, 2 * best.seeds)})."
-        )
-    if len(known) == 1:
-        return f"At batch {batch} {best.method} alone is known: {told}{left}."
-    return f"At batch {batch} {best.method} is best: {told}{left}."
-
-
-_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Student's t for 95 % on both sides, by degrees of freedom from 1 on."""
-
-
-def differs(a: Row, b: Row, metric: str) -> bool:
-    """Return whether the means of two rows differ beyond noise, by Welch's t-test; one seed tells no noise, so they do not."""
-    first, second = a.stat(metric), b.stat(metric)
-    if first is None or second is None or first.sd is None or second.sd is None:
-        return False
-    u, v = first.sd**2 / first.n, second.sd**2 / second.n
-    if u + v == 0:
-        return first.mean != second.mean
-    freedom = (u + v) ** 2 / (u**2 / (first.n - 1) + v**2 / (second.n - 1))
-    t = _T_95[min(int(freedom), len(_T_95)) - 1] if freedom < len(_T_95) + 1 else 2.1
-    return abs(first.mean - second.mean) > t * math.sqrt(u + v)
-
-
-def _best(rows: Sequence[Row], report: CompareReport) -> Row:
-    def value(row: Row) -> float:
-        found = row.stat(report.metric)
-        assert found is not None  # of rows that have it
-        return found.mean
-
-    return (min if report.less_is_better else max)(rows, key=value)
-
-
-def _spread(value: Stat | None) -> str:
-    if value is None:
-        return "-"
-    return number(value.mean, 4) + (f" ± {number(value.sd, 2)}" if value.sd is not None else "")
-
-
 def sections(report: CompareReport, curves: Sequence[CellCurve]) -> Iterator[Section]:
     """Yield the table, the metric by batch and on the way, and the diagnostics."""
     notes = tuple(Fact("note", text) for text in report.warnings)
     by_batch = tuple(figure for metric in _drawn(report) for figure in _by_batch(report, metric))
-    yield Section("comparison", "Methods and batches", (answer(report),), notes, (table(report),), by_batch)
+    tables = (table(report), *([table(report, first_round=True)] if report.first_round else []))
+    yield Section("comparison", "Methods and batches", (report.answer,), notes, tables, by_batch)
     way = tuple(figure for metric in _drawn(report) for figure in _on_the_way(report, metric, curves))
     told = "no training of the comparison has ended an epoch yet: tula compare trains what is missing"
     yield Section("comparison_way", "On the way", figures=way, missing="" if way else told)
@@ -135,20 +79,19 @@ def _drawn(report: CompareReport) -> tuple[str, ...]:
     return (report.metric, *(metric for metric in report.columns if metric == "perplexity" and not report.of_script))
 
 
-def table(report: CompareReport) -> Table:
-    """Return one row a method at a batch, as Table I of the paper."""
+def table(report: CompareReport, *, first_round: bool = False) -> Table:
+    """Return one row a method at a batch, as Table I of the paper; of all epochs, or of the short trainings."""
     to_unit, unit = of_hours(row.hours for row in report.rows)
     titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
     metrics = [column for name in report.columns for title, own in [titles.get(name, (name.replace("_", " "), ""))]
                for column in (Column(title, own, digits=4), Column("sd", own, digits=2))]  # fmt: skip
     columns = (Column("batch"), Column("method", align="left"), Column("seeds"), *metrics, Column("gap", digits=3),
                Column("recovered", "%", digits=3), Column("samples", digits=4), Column("time", unit, digits=3), Column("note", align="left"))  # fmt: skip
-    shown = [row for row in report.rows if row.cells]
+    shown = [row for row in (report.first_round if first_round else report.rows) if row.cells]
 
     def cells(row: Row) -> tuple[Cell, ...]:
         stats = [row.stat(name) for name in report.columns]
         told = [value for found in stats for value in ((None, None) if found is None else (found.mean, found.sd))]
-        note = ", ".join(f"{count} {word}" for word in NOTES if (count := row.count(word)))  # type: ignore[arg-type]
         label = method_label(row.method, reference=row.reference)
         return (
             row.batch,
@@ -159,14 +102,17 @@ def table(report: CompareReport) -> Table:
             times(row.recovered, 100),
             row.samples,
             times(row.hours, to_unit),
-            note,
+            row.note,
         )
 
     known = [row for row in shown if row.stat(report.metric)]
-    best = {
-        batch: _best([row for row in known if row.batch == batch], report) for batch in {row.batch for row in known}
+    first = {
+        batch: best([row for row in known if row.batch == batch], report) for batch in {row.batch for row in known}
     }
-    marks = tuple("front" if row in known and not differs(best[row.batch], row, report.metric) else "" for row in shown)
+    marks = tuple(
+        "front" if row in known and not row.dropped and not differs(first[row.batch], row, report.metric) else ""
+        for row in shown
+    )
     worse = "added" if report.less_is_better else "lost"
     moment_words = "the last and the best that was told" if report.of_script else "after the last epoch"
     caption = (
@@ -175,6 +121,10 @@ def table(report: CompareReport) -> Table:
         " method wins back, where that gap stands out of the noise of the seeds. Marked: the best of each batch, and what does not"
         " differ from it beyond noise."
     )
+    if first_round and report.epochs is not None:
+        title = f"First round: {report.epochs[0]} of {report.epochs[1]} epochs"
+        caption = "Short trainings with a schedule of that length; only the best were trained in full. Not to be compared with those."
+        return Table("methods_first_round", title, columns, tuple(map(cells, shown)), caption)
     return Table("methods", "Methods by batch", columns, tuple(map(cells, shown)), caption, marks)
 
 

@@ -4,7 +4,18 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import styled, table
-from tula_cli.words import configuration, duration, moment, near, number, part_words, plural, size, size_unit
+from tula_cli.words import (
+    configuration,
+    duration,
+    moment,
+    near,
+    number,
+    part_words,
+    plural,
+    shortened_pair,
+    size,
+    size_unit,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,14 +56,13 @@ def _values(heading: str, differences: Sequence["Differing"]) -> Iterator["Rende
     made = table((heading, "A", "B"), left=range(3))
     for one in differences:
         where = f" ({part_words(one.part)})" if one.part else ""
-        made.add_row(f"{one.about}{where}", _value(one.before), _value(one.after))
+        made.add_row(f"{one.about}{where}", *shortened_pair(_text(one.before), _text(one.after), _WIDEST))
     yield ""
     yield made
 
 
-def _value(value: object) -> str:
-    text = "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+def _text(value: object) -> str:
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _files(found: "RunDifference") -> Iterator["RenderableType"]:

@@ -244,7 +244,7 @@ MOST_PARAMETERS = 30_000_000
 
 
 _DATA_FAULT = re.compile(r"same dtype|Input type|target dtype|scalar type|[Ff]ound dtype|out of bounds")
-"""What torch says on every device of samples whose type or value does not fit."""
+"""Messages of torch, on every device, about samples whose type or value does not fit."""
 
 
 def _has_users_code(spec: JobSpec) -> bool:

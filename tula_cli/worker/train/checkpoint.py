@@ -292,10 +292,10 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
         trainer.parallel.module.load_state_dict(content["model"])
     except RuntimeError as error:
         raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
-    before = [(group.get("weight_decay"), group.get("betas")) for group in trainer.base.param_groups]
+    settings = [(group.get("weight_decay"), group.get("betas")) for group in trainer.base.param_groups]
     _load_optimizer(trainer, content["optimizer"])
     # those of the job: an arm (method auto) has others than what it goes on from; beta2 follows the batch at each step
-    for group, (decay, betas) in zip(trainer.base.param_groups, before, strict=True):
+    for group, (decay, betas) in zip(trainer.base.param_groups, settings, strict=True):
         if decay is not None:
             group["weight_decay"] = decay
         if betas is not None:

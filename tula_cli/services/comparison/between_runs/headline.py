@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tula_cli.models.time.changes.two_probes import LEAST
 from tula_cli.run.records.results import Part
 from tula_cli.services.comparison.between_runs.differing import Differing
-from tula_cli.words import duration, number, plural
+from tula_cli.words import duration, number, plural, shortened_pair
 
 if TYPE_CHECKING:
     from tula_cli.services.comparison.between_runs.difference import RunDifference
@@ -102,9 +102,9 @@ def _code(found: "RunDifference") -> str:
 def _change(one: Differing) -> str:
     kind, unit = [*one.about.removesuffix(")").split(" ("), ""][:2]
     where = f" ({one.part})" * bool(one.part)
-    return f"{kind}{where} {_short(one.before)} -> {_short(one.after)}{f' {unit}' * bool(unit)}"
+    before, after = shortened_pair(_text(one.before), _text(one.after), _LONGEST)
+    return f"{kind}{where} {before} -> {after}{f' {unit}' * bool(unit)}"
 
 
-def _short(value: object) -> str:
-    text = "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+def _text(value: object) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,10 +1,12 @@
 """What a template of a site may name: values of a run in words, and tables of its report."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.compare import durations, expected_hours
+from tula_cli.services.comparison import rounds
 from tula_cli.services.progress.job_status import took
 from tula_cli.services.reporting.compared import what
 from tula_cli.services.reporting.document import Cell, Column, Document, Table
@@ -144,8 +146,11 @@ def _experiments(seen: Material, *, runs: int) -> Iterator[tuple[str, float | No
         if comparison is None:
             continue
         took = durations(one.look, comparison)
-        for cell in (cell for cell in comparison.cells if cell.seed == comparison.cells[0].seed):
+        standing = rounds.decide_standing(one.look, comparison, one.part.spec)
+        counts = Counter((cell.method, cell.batch, cell.short) for cell in (*standing.wanted, *standing.undecided))
+        for cell in {(cell.method, cell.batch, cell.short): cell for cell in comparison.cells}.values():
             hours = expected_hours((cell.method, cell.batch), took, {})
-            count = sum((own.method, own.batch) == (cell.method, cell.batch) for own in comparison.cells)
-            name = f"{method_label(cell.method, reference=cell.reference)}, batch {cell.batch}"
-            yield name, None if hours is None else hours * comparison.nodes, count
+            length = "" if cell.short is None else f", {cell.short[0]} of {cell.short[1]} epochs"
+            name = f"{method_label(cell.method, reference=cell.reference)}, batch {cell.batch}{length}"
+            if count := counts[cell.method, cell.batch, cell.short]:
+                yield name, None if hours is None else hours * cell.share * comparison.nodes, count

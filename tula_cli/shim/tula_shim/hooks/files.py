@@ -7,7 +7,9 @@ be killed at any time, so the supervisor reads the journal once it has ended.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -18,9 +20,10 @@ import threading
 import time
 from pathlib import Path
 from typing import Any, Callable
+from urllib.parse import unquote, urlsplit
 
 MAX_COPY = 2**30
-"""Bytes of a file that is copied before it is changed; the change of a larger one is only reported."""
+"""Bytes of files that a process copies before they are changed; the change of any more is only reported."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 CACHES = ("__pycache__", ".git", ".triton", ".nv", "torchinductor_", "torch_extensions")
 """Folders (or how their names begin) whose files are made from others and change no training."""
@@ -37,7 +40,7 @@ class Files:
         self.stepped = False
         self._seen: dict[str, bool] = {}  # path -> whether it was seen after the first step
         self._here = threading.local()
-        self._copies = 0
+        self._copied = 0  # bytes
         handlers: dict[str, Callable[..., None]] = {
             "open": self._opened,
             "os.rename": self._renamed,
@@ -46,7 +49,7 @@ class Files:
             "os.link": lambda _, path, *__: self.changing(path),
             "os.symlink": lambda _, path, *__: self.changing(path),
             "os.mkdir": lambda path, _mode=0, dir_fd=-1: self.changing(path, dir_fd, folder=True),
-            "sqlite3.connect": lambda path, *_: self.changing(path, resolve=True),
+            "sqlite3.connect": lambda path, *_: self.changing(_of_database(path), resolve=True),
         }
         self._handlers = handlers
 
@@ -80,12 +83,19 @@ class Files:
         module.serialize_file = serializing  # type: ignore[attr-defined]
 
     def _opened(self, path: Any, _: object, flags: int) -> None:
-        if flags & WRITING:
+        if flags & WRITING and not os.path.isdir(path):  # noqa: PTH112 - tempfile opens the folder, and means a file within
             self.changing(path, resolve=True)
 
     def _renamed(self, source: Any, target: Any, source_fd: int = -1, target_fd: int = -1) -> None:
-        self.changing(source, source_fd)
-        self.changing(target, target_fd)
+        before, after = _absolute(source, source_fd), _absolute(target, target_fd)
+        is_folder = os.path.isdir(before) and not os.path.islink(before)  # noqa: PTH112, PTH114
+        self.changing(before, folder=is_folder)
+        self.changing(after, folder=is_folder)
+        for folder, folders, names in os.walk(before) if is_folder else ():
+            moved = os.path.join(after, os.path.relpath(folder, before))  # noqa: PTH118
+            for name in (*folders, *names):
+                self.changing(os.path.join(folder, name), folder=name in folders)  # noqa: PTH118
+                self.changing(os.path.join(moved, name), folder=name in folders)  # noqa: PTH118
 
     def changing(self, path: Any, dir_fd: int | None = -1, *, folder: bool = False, resolve: bool = False) -> None:
         """Take note that a path is about to change, and copy what is there from before this probe.
@@ -98,10 +108,8 @@ class Files:
         """
         if not isinstance(path, (str, bytes, os.PathLike)) or os.fspath(path) in ("", b"", ":memory:"):
             return  # a descriptor, or a file object
-        place = os.fsdecode(path)
-        if isinstance(dir_fd, int) and dir_fd >= 0:
-            place = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), place)  # noqa: PTH118
-        place = os.path.realpath(place) if resolve else os.path.abspath(place)  # noqa: PTH100
+        place = os.path.realpath(path) if resolve else _absolute(path, dir_fd)
+        place = os.fsdecode(place)
         if self._seen.get(place) == self.stepped:
             return
         if place.startswith(self.ignored) or any(f"{os.sep}{name}" in place for name in CACHES):
@@ -110,26 +118,47 @@ class Files:
         self._seen[place] = self.stepped
         self._here.busy = True
         try:
-            existed, copy = self._kept(place) if first else (None, None)
-            self._write(path=place, folder=folder, late=self.stepped, existed=existed, copy=copy)
+            kept = self._keep(place) if first else {"existed": None, "copy": None, "modified": None}
+            self._write(path=place, folder=folder, late=self.stepped, **kept)
         finally:
             self._here.busy = False
 
-    def _kept(self, place: str) -> tuple[bool, str | None]:
-        """Return whether there is something from before this probe at a path, and the copy of it."""
+    def _keep(self, place: str) -> dict[str, Any]:
+        """Return whether there is anything from before this probe at a path, its copy, and when it was changed last (ns)."""
         try:
             status = os.lstat(place)
         except OSError:
-            return False, None
-        if status.st_mtime >= self.since and not stat.S_ISDIR(status.st_mode):
-            return False, None
-        if stat.S_ISDIR(status.st_mode) or status.st_size > MAX_COPY:
-            return True, None
-        self._copies += 1
-        copy = self.folder / "before" / f"{socket.gethostname()}-{os.getpid()}-{self._copies}"
+            return {"existed": False, "copy": None, "modified": None}
+        if stat.S_ISDIR(status.st_mode):
+            return {"existed": True, "copy": None, "modified": None}
+        if status.st_mtime >= self.since:
+            return {"existed": False, "copy": None, "modified": None}
+        copy = None
+        with contextlib.suppress(OSError):  # no space, or not to be read: the change is only reported
+            copy = self._copy(place, status.st_size)
+        return {"existed": True, "copy": copy, "modified": status.st_mtime_ns}
+
+    def _copy(self, place: str, size: int) -> str | None:
+        """Return the copy of a file, one for all processes of a node: made before any of them has changed it. None beyond MAX_COPY."""
+        name = hashlib.sha256(os.fsencode(place)).hexdigest()[:32]
+        copy = self.folder / "before" / f"{socket.gethostname()}-{name}"
+        if os.path.lexists(copy):
+            return str(copy)
+        if self._copied + size > MAX_COPY:
+            return None
+        self._copied += size
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(place, copy, follow_symlinks=False)
-        return True, str(copy)
+        draft = f"{copy}.{os.getpid()}"
+        shutil.copy2(place, draft, follow_symlinks=False)
+        try:
+            os.link(draft, copy, follow_symlinks=False)
+        except FileExistsError:
+            pass  # another process was faster
+        except OSError:  # a file system without hard links
+            os.rename(draft, copy)  # noqa: PTH104
+            return str(copy)
+        os.remove(draft)  # noqa: PTH107
+        return str(copy)
 
     def _write(self, **row: Any) -> None:
         journal = self.folder / f"files-{socket.gethostname()}-{os.getpid()}.jsonl"
@@ -139,6 +168,20 @@ class Files:
                 file.write(json.dumps(row) + "\n")
         finally:
             self._here.busy = busy
+
+
+def _absolute(path: Any, dir_fd: int | None = -1) -> Any:
+    """Return a path from the root; one with a descriptor of a folder starts there."""
+    if isinstance(dir_fd, int) and dir_fd >= 0:
+        path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # noqa: PTH118
+    return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+
+
+def _of_database(path: Any) -> Any:
+    """Return the file of an SQLite database, which may be named by a URI ("file:runs.db?mode=rwc")."""
+    if not isinstance(path, (str, bytes)) or not os.fsdecode(path).startswith("file:"):
+        return path
+    return unquote(urlsplit(os.fsdecode(path)).path)
 
 
 def _modified(path: Path) -> float:

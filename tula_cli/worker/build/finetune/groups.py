@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.muon import split
+from tula_cli.optim.muon import split_parameters
 from tula_cli.spec.sections import Optimizer
 from tula_cli.words import number, plural
 from tula_cli.worker.build.finetune.patterns import chosen
@@ -24,7 +24,7 @@ def parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
         SpecError: a pattern names nothing, or a group is left without a parameter.
     """
     groups = _groups(section, model)
-    return split(groups, model) if section.name == "Muon" else groups
+    return split_parameters(groups, model) if section.name == "Muon" else groups
 
 
 def _groups(section: Optimizer, model: nn.Module) -> Parameters:

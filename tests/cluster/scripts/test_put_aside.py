@@ -1,0 +1,148 @@
+"""What a probe changes outside of its folder is undone, however it is written; what it only opens is left alone."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tula_cli
+from tula_cli.cluster.scripts.put_aside import put_aside
+from tula_cli.run.script_attempt import ScriptAttempt
+
+SHIM = Path(tula_cli.__file__).parent / "shim"
+SCRIPT = """
+import mmap, os, shutil, sqlite3, sys, tempfile, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tula_shim.hooks import files
+if len(sys.argv) > 4:
+    files.MAX_COPY = int(sys.argv[4])
+recorder = files.Files(Path(sys.argv[2]), [])
+recorder.listen()
+os.chdir(sys.argv[3])
+def step():
+    time.sleep(0.02)
+    recorder.first_step()
+    time.sleep(0.02)
+"""
+RUN = "step(); "
+
+CHANGES: dict[str, tuple[dict[str, str], str]] = {
+    "a file is mapped and changed": (
+        {"a": "1" * 9},
+        "f = open('a', 'r+b'); m = mmap.mmap(f.fileno(), 0); m[0:1] = b'2'; m.close()",
+    ),
+    "a file is shortened by its descriptor": ({"a": "1" * 9}, "f = open('a', 'r+b'); os.ftruncate(f.fileno(), 3)"),
+    "an old checkpoint's folder is removed": (
+        {"1/a": "1", "2/a": "2"},
+        "shutil.rmtree('1'); os.makedirs('3'); Path('3/a').write_text('3')",
+    ),
+    "the only folder is removed and made anew": (
+        {"1/a": "1"},
+        "shutil.rmtree('1'); os.makedirs('1'); Path('1/a').write_text('2')",
+    ),
+    "a folder is removed by pathlib": ({"1/a": "1"}, "Path('1/a').unlink(); Path('1').rmdir()"),
+    "a new folder takes the name of an old one": (
+        {"c/a": "1", "c/b/a": "1"},
+        "os.makedirs('t'); Path('t/a').write_text('2'); os.rename('c', 'c.old'); os.rename('t', 'c')",
+    ),
+    "a new folder is renamed": ({}, "os.makedirs('t/u'); Path('t/u/a').write_text('2'); os.replace('t', 'final')"),
+    "a link to a folder is renamed": ({"c/a": "1", "last": "->c"}, "os.rename('last', 'before')"),
+    "a link is replaced": ({"a": "1", "last": "->a"}, "os.symlink('b', 'l'); os.replace('l', 'last')"),
+    "a file is written through a link": ({"a": "1", "last": "->a"}, "Path('last').write_text('2')"),
+    "a temporary file is renamed": (
+        {"a": "1"},
+        "t = tempfile.NamedTemporaryFile(dir='.', delete=False); t.write(b'2'); t.close(); os.replace(t.name, 'a')",
+    ),
+    "an older file is copied over one": ({"a": "1", "b": "2"}, "shutil.copy2('b', 'a')"),
+    "a database is named by a URI": (
+        {},
+        "c = sqlite3.connect('file:a%20b.db?mode=rwc', uri=True); c.execute('create table t (x)'); c.commit()",
+    ),
+    "a file that was opened before the first step": ({"a": "1"}, "f.write('2'); f.close()"),
+}
+
+READS: dict[str, tuple[dict[str, str], str]] = {
+    "a file is opened for reading and writing": ({"a": "1"}, "open('a', 'r+b').read()"),
+    "a log is opened to be continued": ({"a": "1"}, "open('a', 'a').close()"),
+    "a lock file is opened": ({"a": ""}, "os.close(os.open('a', os.O_RDWR | os.O_CREAT))"),
+    "the same content is written": ({"a": "1"}, "Path('a').write_text('1')"),
+    "a temporary file without a name": ({}, "tempfile.TemporaryFile(dir='.').write(b'2')"),
+    "a temporary file with a name": ({}, "tempfile.NamedTemporaryFile(dir='.').write(b'2')"),
+    "a temporary folder": ({}, "d = tempfile.mkdtemp(dir='.'); shutil.rmtree(d)"),
+}
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): f"->{path.readlink()}"
+        if path.is_symlink()
+        else "folder"
+        if path.is_dir()
+        else path.read_bytes().hex()
+        for path in folder.rglob("*")
+    }
+
+
+def probe(
+    folder: Path, files: dict[str, str], code: str, *limits: int, processes: int = 1
+) -> tuple[ScriptAttempt, Path]:
+    """Run a script in a folder with these files; "->a" is a link."""
+    attempt, work = ScriptAttempt(folder / "run", "probe", 1), folder / "work"
+    attempt.path.mkdir(parents=True)
+    work.mkdir()
+    for name, content in files.items():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        if content.startswith("->"):
+            (work / name).symlink_to(content[2:])
+        else:
+            (work / name).write_text(content)
+            os.utime(work / name, (time.time() - 60, time.time() - 60 - len(name)))
+    time.sleep(0.02)
+    (attempt.path / "plan.json").write_text("{}")
+    command = [sys.executable, "-c", SCRIPT + code, str(SHIM), str(attempt.path), str(work), *map(str, limits)]
+    for _ in range(processes):
+        subprocess.run(command, check=True, timeout=60)
+    return attempt, work
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_undone(tmp_path: Path, name: str) -> None:
+    files, code = CHANGES[name]
+    opened = "f = open('a', 'a'); " * ("before the first step" in name)
+    _, expected = probe(tmp_path / "untouched", files, "")
+    attempt, work = probe(tmp_path / "probe", files, opened + RUN + code)
+    assert tree(work) != tree(expected), "the script has written"
+    words = put_aside(attempt)
+    assert tree(work) == tree(expected)
+    assert "could not be restored" not in words
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_only_opened_is_left_alone_without_a_word(tmp_path: Path, name: str) -> None:
+    files, code = READS[name]
+    attempt, work = probe(tmp_path, files, RUN + code)
+    before = tree(work)
+    assert put_aside(attempt) == "" and tree(work) == before and not attempt.aside.exists()
+
+
+def test_processes_of_a_node_share_the_copies(tmp_path: Path) -> None:
+    attempt, work = probe(
+        tmp_path, {"a": "1", "b": "1"}, RUN + "open('a', 'a').write('2'); open('b', 'r+')", processes=3
+    )
+    assert sorted(path.read_text() for path in (attempt.path / "before").iterdir()) == ["1", "1"]
+    put_aside(attempt)
+    assert tree(work) == {"a": b"1".hex(), "b": b"1".hex()}
+
+
+def test_beyond_the_limit_only_what_has_changed_is_reported(tmp_path: Path) -> None:
+    files = {"a": "1" * 60, "b": "1" * 60, "c": "1" * 60}
+    attempt, work = probe(
+        tmp_path, files, RUN + "open('a', 'a').write('2'); open('b', 'r+'); open('c', 'a').write('2')", 100
+    )
+    words = put_aside(attempt)
+    assert f"{work / 'c'}, which could not be restored" in words and str(work / "b") not in words
+    assert (work / "a").read_text() == "1" * 60

@@ -1,0 +1,229 @@
+"""The rounds of a comparison (successive halving): short trainings of all rows, then the best of them in full.
+
+No decision is stored: each follows from the trainings that have ended, so an interrupted comparison resumes where it was. At
+each large batch:
+
+1. every row but lbt is trained for a quarter of the epochs, with a schedule of that length and the first seed;
+2. the best two, lbt and the job's own row are trained in full. One of the two whose first seed is more than three standard
+   deviations behind the best is dropped, once all seeds of the other rows show the deviation.
+"""
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tula_cli.cluster.scripts.printed_metrics import less_is_better
+from tula_cli.models.halving import ranked
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.run.snapshot import Snapshot
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.scripts.placeholders import names
+from tula_cli.words import number
+
+SHARE = 4
+"""A short training has one epoch for so many of the job's."""
+PLACES = 2
+"""Rows of a batch that the first round takes into the second, beside those that are in it anyway."""
+MAX_DEVIATIONS = 3.0
+COUNTED = ("epochs", "warmup_epochs", "milestones", "after", "patience")
+"""Keys of a job that count epochs of the training, and become shorter with it."""
+
+
+def get_short_epochs(spec: JobSpec) -> int:
+    """Return the epochs of a short training; those of the job if it cannot be shorter."""
+    script = spec.script
+    if script and (script.length.epochs is None or not {"epochs", "steps", "samples"} & set(names(script.command))):
+        return spec.train.epochs
+    return math.ceil(spec.train.epochs / SHARE)
+
+
+def shorten(spec: JobSpec, epochs: int) -> JobSpec:
+    """Return a job trained for so many epochs, with all that it counts in epochs shortened in proportion.
+
+    Raises:
+        SpecError: its settings do not fit so few.
+    """
+    content = spec.model_dump(mode="json", exclude_unset=True)
+    if spec.script is not None:
+        content["script"]["length"]["epochs"] = epochs
+    else:
+        share = epochs / spec.train.epochs
+        content |= {
+            name: _scale_counts(content[name], share) for name in ("schedule", "train", "auto") if name in content
+        }
+        content["train"]["epochs"] = epochs
+    return validate(content, source=f"the job with {epochs} of its {spec.train.epochs} epochs")
+
+
+def _scale_counts(value: Any, share: float, counts: bool = False) -> Any:
+    """Multiply what counts epochs, and the samples of a ramp's stages; whole numbers are rounded up."""
+    if isinstance(value, dict):
+        stage = "batch" in value
+        return {k: _scale_counts(v, share, k in COUNTED or (stage and k == "samples")) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_scale_counts(part, share, counts) for part in value]
+    if not counts or not isinstance(value, int | float):
+        return value
+    return math.ceil(share * value) if isinstance(value, int) else share * value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a training that has ended. `loss` is less the better it is, whatever the metric; None if it diverged."""
+
+    cell: Cell
+    loss: float | None
+    metric: str = ""
+    eval_loss: float = 0.0  # of equal ones the less is the better, as accuracies at the start of a training are
+
+    @property
+    def diverged(self) -> bool:
+        return self.loss is None
+
+    def describe_gap(self, best: "Outcome") -> str:
+        if self.loss is None or best.loss is None:
+            return f"no {self.metric} to compare" if self.metric else "diverged"
+        if self.loss == best.loss:
+            return f"as {best.cell.method} in {self.metric}, with a larger loss"
+        return f"{number(self.loss - best.loss)} behind {best.cell.method} in {self.metric}"
+
+
+def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome | None:
+    """Return the result of a training; None if it has not ended."""
+    training = run.training(cell.signature)
+    summary = training.summary()
+    if summary is None:
+        return None if training.diverged() is None else Outcome(cell, None)
+    of_script = next(iter(spec.script.metric), "") if spec.script is not None else ""
+    metric = of_script or ("top1" if "top1" in summary.metrics else "loss")
+    value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
+    if value is None or (not of_script and "eval_loss" not in summary.metrics):  # the loss was not finite
+        return Outcome(cell, None, of_script)
+    loss = value if less_is_better(metric) else -value
+    return Outcome(cell, loss, metric, summary.metrics.get("eval_loss", 0.0))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The trainings of a comparison, as far as its results decide them."""
+
+    wanted: tuple[Cell, ...]  # trained whatever else comes out, ended or not; in the order of their worth
+    undecided: tuple[Cell, ...] = ()  # may follow: as many as there can be at most, of the rows that take the longest
+    reasons: Mapping[tuple[str, int], str] = field(default_factory=dict)  # why a row is not trained any further
+
+    @property
+    def at_most(self) -> int:
+        return len(self.wanted) + len(self.undecided)
+
+
+def decide_standing(
+    run: RunDir | Snapshot,
+    comparison: Comparison,
+    spec: JobSpec,
+    *,
+    failed: Collection[str] = (),
+    hours: Mapping[tuple[str, int], float | None] | None = None,
+) -> Standing:
+    """Return what is trained, what may follow, and why rows are dropped.
+
+    Args:
+        run: the run.
+        comparison: its cells.
+        spec: the job.
+        failed: signatures of trainings that have failed; nothing waits for them.
+        hours: expected for each row.
+    """
+    batches = {cell.batch for cell in comparison.cells if cell.short}
+    if not batches:
+        return Standing(comparison.cells)
+    outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
+    known = {signature: result for signature, result in outcomes.items() if result is not None}
+    parts = [_decide_batch(comparison, batch, known, {*known, *failed}, hours or {}) for batch in sorted(batches)]
+    wanted = {cell.signature for part in parts for cell in part.wanted} | set(known)
+    wanted |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
+    missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted}
+    return Standing(
+        tuple(cell for cell in comparison.cells if cell.signature in wanted),
+        tuple(cell for part in parts for cell in part.undecided if cell.signature not in wanted),
+        {row: why for part in parts for row, why in part.reasons.items() if row in missing},
+    )
+
+
+def _decide_batch(
+    comparison: Comparison,
+    batch: int,
+    known: Mapping[str, Outcome],
+    ended: Collection[str],
+    hours: Mapping[tuple[str, int], float | None],
+) -> Standing:
+    """Return what is trained at one batch.
+
+    Args: as of `decide_standing`; known: outcomes by signature; ended: signatures of trainings that nothing waits for.
+    """
+
+    def is_waiting(cells: Sequence[Cell]) -> bool:
+        return any(cell.signature not in ended for cell in cells)
+
+    def rank(cells: Sequence[Cell]) -> list[Outcome]:
+        results = [known[cell.signature] for cell in cells if cell.signature in known]
+        return ranked(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
+
+    def list_cells(methods: Sequence[str], first: int = 0) -> list[Cell]:
+        return [cell for method in methods for cell in full[method][first:]]
+
+    cells = [cell for cell in comparison.cells if cell.batch == batch and not cell.reference]
+    short = [cell for cell in cells if cell.short]
+    full = {cell.method: [c for c in cells if c.method == cell.method and not c.short] for cell in cells}
+    rivals = [cell.method for cell in short if cell.method != comparison.job_row]
+    sure = [method for method in full if method not in rivals]
+    if is_waiting(short):
+        dearest = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
+        return Standing((*short, *list_cells(sure)), tuple(list_cells(dearest[:PLACES])))
+
+    results = rank(short)
+    best = [result.cell.method for result in results if not result.diverged][:PLACES]
+    reasons = {}
+    for place, result in enumerate(results, 1):
+        if result.cell.method in rivals and result.cell.method not in best:
+            why = f"number {place} of {len(results)}, {result.describe_gap(results[0])}"
+            reasons[result.cell.method, batch] = f"dropped in round 1: {why}"
+    rivals = [method for method in best if method in rivals]
+    firsts = [full[method][0] for method in (*sure, *rivals)]
+    wanted = [*short, *firsts, *list_cells(sure)]
+    leader = next(iter(rank(firsts)), None)
+    if leader is not None and not is_waiting(firsts):
+        sure = list(dict.fromkeys([*sure, leader.cell.method]))
+        rivals = [method for method in rivals if method not in sure]
+        wanted += list_cells(sure)
+    if leader is None or is_waiting(firsts) or is_waiting(list_cells(sure)):
+        return Standing(tuple(wanted), tuple(list_cells(rivals, first=1)), reasons)
+    deviation = _pool_deviation(rank(list_cells(sure)))
+    for method in rivals:
+        first = known.get(full[method][0].signature)
+        if first is not None and _is_far_behind(first, leader, deviation):
+            spread = "" if deviation is None else f" (standard deviation {number(deviation)})"
+            reasons[method, batch] = f"dropped after a seed: {first.describe_gap(leader)}{spread}"
+        else:
+            wanted += list_cells([method])
+    return Standing(tuple(wanted), (), reasons)
+
+
+def _pool_deviation(results: Sequence[Outcome]) -> float | None:
+    """Return the standard deviation over seeds, pooled over rows; None if no row has two."""
+    losses = [
+        [r.loss for r in results if r.cell.method == name and r.loss is not None]
+        for name in {r.cell.method for r in results}
+    ]
+    several = [row for row in losses if len(row) > 1]
+    freedom = sum(len(row) - 1 for row in several)
+    return math.sqrt(sum((len(row) - 1) * statistics.variance(row) for row in several) / freedom) if freedom else None
+
+
+def _is_far_behind(result: Outcome, leader: Outcome, deviation: float | None) -> bool:
+    if result.loss is None or leader.loss is None or deviation is None:
+        return result.loss is None
+    return result.loss - leader.loss > MAX_DEVIATIONS * deviation

@@ -14,7 +14,7 @@ from tula_cli.cli.app import app
 from tula_cli.services.profile import node_hours_at_most
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.methods import METHODS, SUMMARIES
+from tula_cli.spec.methods import METHODS
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def test_every_training_method_has_its_words() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_results_of_a_method_stand_in_the_page_of_accuracy_alone(method: str) -> None:
-    assert not re.search(r"\d", SUMMARIES[method])
+    assert not re.search(r"\d", METHODS[method].summary)
 
 
 @each_page

@@ -37,6 +37,7 @@ class Facts:
     on_one_gpu: str = ""  # why it cannot be judged there
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
+    summary: str = "a method of your own"  # what it does to the large batch, and its cost, without results
     measured_as: str = ""  # what its probes take for more than it is, on several GPUs
 
     @property
@@ -54,11 +55,13 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         on_scripts=True,
         on_shares=True,
+        summary="gradients times factors from a comparison with a small batch, whose pass and factors cost time and memory",
     ),
     "lbt": Facts(
         is_arm=True,
         on_scripts=True,
         on_shares=True,
+        summary="the large batch as it is; costs nothing",
     ),
     "lrs": Facts(
         on_scripts=True,
@@ -68,9 +71,22 @@ METHODS: dict[str, Facts] = {
         refuses_lr_scaling={
             "none": "method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt"
         },
+        summary="the large batch with a scaled learning rate; costs nothing",
     ),
-    "lars": Facts("lars", lr_scaling="linear", warmup_epochs=5.0, replaces=("SGD",)),
-    "lamb": Facts("lamb", lr_scaling="sqrt", warmup_epochs=5.0, replaces=("Adam", "AdamW")),
+    "lars": Facts(
+        "lars",
+        lr_scaling="linear",
+        warmup_epochs=5.0,
+        replaces=("SGD",),
+        summary="the step of every tensor is in proportion to its norm",
+    ),
+    "lamb": Facts(
+        "lamb",
+        lr_scaling="sqrt",
+        warmup_epochs=5.0,
+        replaces=("Adam", "AdamW"),
+        summary="the step of every tensor is in proportion to its norm",
+    ),
     "polo": Facts(
         "polo",
         warmup_epochs=5.0,
@@ -79,6 +95,7 @@ METHODS: dict[str, Facts] = {
             "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
             " steps take less, so that times and costs on several GPUs are upper bounds"
         ),
+        summary="every GPU trains by itself and weights are averaged now and then; saves synchronisation",
     ),
     "adascale": Facts(
         "adascale",
@@ -88,8 +105,15 @@ METHODS: dict[str, Facts] = {
             "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
             " lr_scaling out",
         ),
+        summary="the learning rate times a gain that the noise of the gradients allows",
     ),
-    "static": Facts("static", reads_ags=True, scales=True, is_arm=True),
+    "static": Facts(
+        "static",
+        reads_ags=True,
+        scales=True,
+        is_arm=True,
+        summary="gradients times one constant factor",
+    ),
     "ortho": Facts(
         "ortho",
         lr_scaling="linear",
@@ -98,6 +122,7 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         on_scripts=True,
         on_shares=True,
+        summary="orthogonalised steps; costs products of matrices in every step",
     ),
     "ramp": Facts(
         "ramp",
@@ -107,31 +132,23 @@ METHODS: dict[str, Facts] = {
         is_arm=True,
         ramps=True,
         on_shares=True,
+        summary="batch and learning rate grow over the first epochs, with orthogonalised steps; costs smaller steps at first",
     ),
-    "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
+    "schedule_free": Facts(
+        "schedule_free",
+        warmup_epochs=5.0,
+        replaces=("SGD", "AdamW"),
+        constant_schedule=True,
+        summary="averaged weights in place of a learning rate that falls",
+    ),
     "auto": Facts(
         reads_ags=True,
         refreshes=True,
         tunes=True,
+        summary="takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more",
     ),
 }
 """Learning rates are scaled linearly and warmed up as in the paper, IV-D; LAMB's by the square root (You et al. 2020)."""
-
-SUMMARIES: dict[str, str] = {
-    "ags": "gradients times factors from a comparison with a small batch, whose pass and factors cost time and memory",
-    "lbt": "the large batch as it is; costs nothing",
-    "lrs": "the large batch with a scaled learning rate; costs nothing",
-    "lars": "the step of every tensor is in proportion to its norm",
-    "lamb": "the step of every tensor is in proportion to its norm",
-    "polo": "every GPU trains by itself and weights are averaged now and then; saves synchronisation",
-    "adascale": "the learning rate times a gain that the noise of the gradients allows",
-    "static": "gradients times one constant factor",
-    "ortho": "orthogonalised steps; costs products of matrices in every step",
-    "ramp": "batch and learning rate grow over the first epochs, with orthogonalised steps; costs smaller steps at first",
-    "schedule_free": "averaged weights in place of a learning rate that falls",
-    "auto": "takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more",
-}
-"""What each does to the large batch, and its cost; results are in docs/accuracy.md."""
 
 
 def describe_method(method: str, optimizer: str | None, default: str = "") -> str:
@@ -144,7 +161,7 @@ def describe_method(method: str, optimizer: str | None, default: str = "") -> st
     """
     reason = f", the default because {default}" if default else ""
     advice = _advice(method, optimizer)
-    return f"method {method}{reason}: {SUMMARIES.get(method, 'a method of your own')}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
+    return f"method {method}{reason}: {facts_of(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
 
 
 def _advice(method: str, optimizer: str | None) -> str:

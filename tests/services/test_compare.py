@@ -961,6 +961,21 @@ def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> Non
     assert "ags" in services_compare.default_rows(spec, nodes=1).methods, "the job says that its loop helps"
 
 
+@pytest.mark.parametrize(
+    ("train", "rows"),
+    [
+        ({}, ("lbt", "lrs")),
+        ({"method": "lrs", "lr_scaling": "sqrt"}, ("lbt", "lrs")),
+        ({"method": "lrs"}, ("lbt", "lrs", "sqrt")),
+        ({"method": "lbt"}, ("lbt", "lrs", "sqrt")),
+    ],
+)
+def test_no_two_default_rows_of_a_script_train_alike(train: dict[str, str], rows: tuple[str, ...]) -> None:
+    content = script_job().model_dump(mode="json", exclude_unset=True)
+    spec = make.validate({**content, "train": train}, source="test")
+    assert services_compare.default_rows(spec, nodes=1).methods == rows
+
+
 # --- what recommend tells of it
 
 

@@ -400,7 +400,7 @@ class DefaultRows:
 
 
 def default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
-    """Return the rows of a comparison for which none are named.
+    """Return the rows of a comparison for which none are named; of rows that train alike, the job's own.
 
     Around a script's optimizer nothing is scaled on one GPU, unless its loop helps: then the job says so.
     """
@@ -412,7 +412,12 @@ def default_rows(spec: JobSpec, *, nodes: int) -> DefaultRows:
         name = spec.optimizer.name
         wanted = OF_SGD if name == "SGD" else OF_DIVIDING if name in DIVIDING else OF_OTHERS
     refused = {method: why for method in wanted if method != own and (why := _why_no_default(spec, method))}
-    rows = dict.fromkeys((*wanted, own))
+    trained = cell_spec(spec, own, spec.train.seed).model_dump()
+    rows = dict.fromkeys(
+        method
+        for method in (*wanted, own)
+        if method in (own, *refused) or cell_spec(spec, method, spec.train.seed).model_dump() != trained
+    )
     others = (name for name in METHODS if name not in (*rows, spec.train.method) and not _why_no_default(spec, name))
     return DefaultRows(own, tuple(method for method in rows if method not in refused), refused, tuple(others))
 

@@ -23,7 +23,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(job: Path, **changes: Any) -> None:
-    job.write_text(yaml.safe_dump({**make_runs.SPEC, **changes}))
+    content = {**make_runs.SPEC, **changes}
+    job.write_text(yaml.safe_dump({**content, "train": {**make_runs.SPEC["train"], **content["train"]}}))
 
 
 def run_of(job: Path, *overrides: str) -> RunDir:

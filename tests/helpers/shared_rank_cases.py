@@ -48,6 +48,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "schedule": {"warmup_epochs": 0.5},
     },
     "ramp": {"train": {"method": "ramp"}},
+    "decay": {
+        "optimizer": {"name": "AdamW", "momentum": None, "weight_decay": 0.1, "lr": 0.01},
+        "train": {"method": "lbt", "ramp": "decay", "reference_batch": 4, "accumulate": 2},
+        "schedule": {"kind": "cosine"},
+    },
     "muon": {"optimizer": {"name": "Muon", "momentum": None, "lr": 0.01}},
     "recomputed": {"train": {"activation_checkpointing": True}},
     "frozen": {"model": {**BLOCKS, "frozen": ["1.0"]}},

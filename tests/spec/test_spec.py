@@ -736,6 +736,7 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
         {"train__ramp": "noise"},
         {"train__ramp": "noise", "train__ramp_noise": 2},
         {"train__ramp": [{"epochs": 1, "batch": 32}]},
+        {"train__ramp": "decay", "train__method": "lbt", "schedule": {"kind": "cosine"}},
         {"train__max_lr_factor": 8},
         {"train__tf32": False},
     ],

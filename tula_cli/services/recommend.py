@@ -28,7 +28,7 @@ from tula_cli.services import status
 from tula_cli.services.comparison.kept import kept
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
-from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, beside_words
+from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, beside_words, decay_words
 from tula_cli.services.recommendation.beyond.lengths import at_lengths
 from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
 from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, with_waits
@@ -359,10 +359,11 @@ def _growing(own: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
     stages = own.forecast.trainings.stages.stages(Config(choice.nodes, choice.batch))
     written = in_epochs(stages, own.forecast.dataset_size)
     beside = beside_a_ramp(own.forecast, choice)
-    ramp = ". ".join(filter(None, [stage_words(written), nodes_words(choice), beside_words(beside)]))
+    told = [stage_words(written), nodes_words(choice), decay_words(own.forecast.spec, beside), beside_words(beside)]
+    ramp = ". ".join(filter(None, told))
     accuracy = kept(own.part.run, own.part.spec, batch=choice.batch)
-    told = {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": beside}
-    return {**told, "accuracy": accuracy}
+    fields = {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": beside}
+    return {**fields, "accuracy": accuracy}
 
 
 def _knees(own: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:

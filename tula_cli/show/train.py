@@ -76,8 +76,11 @@ def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterat
         if measured is not None and (settled := settled_words(task.stages, measured.every)):
             yield settled
         return
-    if predicted is None or not predicted.stages:
+    if task.spec.train.stages == "decay" and task.stages:
+        yield f"the decay of its learning rate is spent as batch: {stage_words(task.stages)}"
+    elif predicted is None or not predicted.stages:
         yield "its batch grows over the first epochs (train.ramp), as the log tells"
+    if predicted is None or not predicted.stages:
         return
     stages = ", ".join(f"{stage.batch} ({plural(stage.steps, 'step')})" for stage in predicted.stages)
     yield f"its batch grows: {stages}, then {task.batch}; times and costs are those of all stages"

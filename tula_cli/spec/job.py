@@ -8,6 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.errors import SpecError
+from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto, divided
 from tula_cli.spec.kinds import Section
@@ -15,7 +16,9 @@ from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
 from tula_cli.spec.parts.of_export import Export
 from tula_cli.spec.parts.of_search import Search
+from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
+from tula_cli.spec.schedules import ROUNDING, decayed_share, scheduled, warmup_factor
 from tula_cli.spec.scripts import section
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, SequenceLengths, Train, Transforms
@@ -25,6 +28,8 @@ from tula_cli.words import plural
 CROSS_ENTROPIES = ("cross_entropy", "CrossEntropyLoss")
 MAX_WARMUP_SHARE = 0.05
 """Of the epochs, for a warm-up that the job does not give."""
+SGD_LIKE = ("SGD", "ASGD")
+"""Optimizers whose step is proportional to the gradient."""
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 """Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
 
@@ -149,6 +154,26 @@ class JobSpec(Section):
             raise ValueError(
                 f"method {self.train.method} averages weights in place of a learning rate that falls; set schedule.kind:"
                 f" constant, not {self.schedule.kind} (a warm-up is fine)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _decay_can_be_spent(self) -> "JobSpec":
+        if self.train.stages != "decay":
+            return self
+        kind = self.schedule.kind
+        if is_import_string(kind):
+            raise ValueError(
+                f"train.ramp: decay has to know before the training where the learning rate halves, and schedule.kind {kind} is"
+                " your own code; name the stages, train.ramp: [{epochs: 30, batch: 128}, {epochs: 10, batch: 256}], with"
+                f" train.lr_scaling: {_noise_rule(self)}"
+            )
+        if max_decay_growth(self) < 2:
+            raise ValueError(
+                f"train.ramp: decay doubles the batch where the schedule halves the learning rate, and schedule.kind {kind}"
+                + (" never does" if kind == "constant" else f" does not in {train_length(self)} of these settings")
+                + "; set schedule.kind: cosine, linear, one-cycle or multistep (with a rate that ends below half), or"
+                " train.ramp: auto"
             )
         return self
 
@@ -344,9 +369,32 @@ def warmup_epochs(spec: JobSpec) -> float:
     given = spec.schedule.warmup_epochs
     if given is not None:
         return given
-    if spec.train.stages:  # a batch that grows is a warm-up by itself
+    if spec.train.stages and spec.train.stages != "decay":  # a batch that grows from the start is a warm-up by itself
         return 0.0
     return min(spec.train.facts.warmup_epochs, MAX_WARMUP_SHARE * spec.train.epochs)
+
+
+def reference_rate(spec: JobSpec, epoch: float) -> float:
+    """Return the learning rate at the reference batch, by a schedule that is not the user's own.
+
+    Args:
+        spec: the job.
+        epoch: epochs done, with fraction.
+    """
+    warmup = warmup_epochs(spec)
+    base = spec.optimizer.lr * (warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
+    return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
+
+
+def max_decay_growth(spec: JobSpec) -> float:
+    """Return the most by which `train.ramp: decay` multiplies the reference batch.
+
+    The learning rate has fallen by as much when a stage still lasts for `MIN_STAGE_SHARE` of the training.
+    """
+    epochs, warmup, lr = spec.train.epochs, warmup_epochs(spec), spec.optimizer.lr
+    last = spec.train.epochs_at_most - MIN_STAGE_SHARE * epochs
+    share = decayed_share(spec.schedule, lr, epoch=last, warmup=warmup, epochs=epochs)
+    return (1 + ROUNDING) / share if share > 0 else math.inf
 
 
 def train_length(spec: JobSpec) -> str:
@@ -378,7 +426,7 @@ def max_lr_factor(spec: JobSpec) -> float | None:
     that the training diverges.
     """
     given, by_method = spec.train.max_lr_factor, spec.train.facts.max_lr_factor
-    if given != "auto" or by_method is None:
+    if given != "auto" or by_method is None or spec.train.stages == "decay":  # whose rate never exceeds optimizer.lr
         return None if given == "auto" else given
     return 2 * by_method if spec.loss.name in CROSS_ENTROPIES else by_method
 
@@ -391,8 +439,25 @@ def effective_lr_limit(spec: JobSpec, batch: int) -> float | None:
     return max_lr_factor(spec) if lr_scale(spec, batch) < _unlimited_lr_scale(spec, batch) else None
 
 
+def _noise_rule(spec: JobSpec) -> Literal["linear", "sqrt"]:
+    """Return how the learning rate follows a batch that grows as the schedule decays (`train.ramp: decay`).
+
+    Where a schedule divides the rate by a, the batch is multiplied by a and the rate by 1/a times this rule of a.
+
+    - SGD: "linear". A step is lr x gradient, whose noise per sample goes with lr / batch: dividing the rate by a is multiplying
+      the batch by a at the same rate (Smith et al. 2018, arXiv 1711.00489; Theorem 1 of Meterez et al. 2025, arXiv 2510.14717:
+      equal for equal products of both factors).
+    - Adam and its like, LARS, LAMB, Muon: "sqrt". They divide by the gradient's magnitude, which while noise is most of it falls
+      with the root of the batch, so that equal is lr / sqrt(batch): the rate is divided by sqrt(a) (same paper, Algorithm 1). It
+      is the largest rate that does not diverge there (its Lemma 4), so that other optimizers, not known here, have it too.
+    """
+    return "linear" if spec.optimizer.name in SGD_LIKE and not spec.train.facts.replaces else "sqrt"
+
+
 def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
     """Return how the learning rate is scaled; of methods ramp and ortho Adam's by the root (Malladi et al. 2022)."""
+    if spec.train.stages == "decay" and spec.train.lr_scaling == "auto":
+        return _noise_rule(spec)
     is_adaptive = (
         spec.script is not None or spec.optimizer.name in DIVIDING
     )  # what a script has is not known before it starts

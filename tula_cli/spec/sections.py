@@ -1,5 +1,6 @@
 """The sections of a spec that say what is trained."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -271,13 +272,15 @@ class Train(Section):
     # cross-entropy 16, else no limit; null: no limit
     max_lr_factor: Literal["auto"] | Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = "auto"
     # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; noise:
-    # doubled as the gradient noise scale that was measured grows; or stages such as [{epochs: 1, batch: 128},
+    # doubled as the gradient noise scale that was measured grows; decay: doubled where the schedule halves the learning rate,
+    # which then falls by the root of 2, with SGD not at all; or stages such as [{epochs: 1, batch: 128},
     # {samples: 50000, batch: 256}]; null: it does not, but for method ramp
     ramp: Stages | None = None
     ramp_noise: PositiveFloat | None = (
         None  # of ramp: noise: the batch is at most so many times the noise scale; null: 1
     )
-    # the nodes of the stages: same: the training's; auto: as many of search.nodes as each is worth, by what was measured
+    # the nodes of the stages: same: the training's; auto, which ramp: decay has where nothing is given: as many of search.nodes
+    # as each is worth, by what was measured
     ramp_nodes: Literal["same", "auto"] = "same"
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
@@ -335,6 +338,12 @@ class Train(Section):
             raise ValueError(why)
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _decay_has_nodes_of_its_stages(cls, content: Any) -> Any:
+        by_decay = isinstance(content, Mapping) and content.get("ramp") == "decay"
+        return {"ramp_nodes": "auto", **content} if by_decay else content
+
     @model_validator(mode="after")
     def _batch_grows(self) -> "Train":
         if self.ramp_noise is not None and self.ramp != "noise":
@@ -343,6 +352,21 @@ class Train(Section):
             return self
         if self.facts.tunes:
             raise ValueError(f"ramp: method {self.method} compares settings at one batch; use method ramp, or another")
+        if self.ramp == "decay":
+            if self.facts.scales:
+                raise ValueError(
+                    f"ramp: decay scales the learning rate with the batch, and method {self.method} gradients by factors of its"
+                    " own; use method ramp, ortho, lbt or lrs"
+                )
+            if self.facts.constant_schedule:
+                raise ValueError(
+                    f"ramp: decay spends the decay of the learning rate as batch, and method {self.method} has none; use ramp:"
+                    " auto, or another method"
+                )
+            if why := self.facts.refuses_lr_scaling.get("linear"):
+                raise ValueError(f"ramp: decay scales the learning rate with the batch: {why}")
+            if self.lr_scaling == "none":
+                raise ValueError("ramp: decay scales the learning rate with the batch; leave lr_scaling: none out")
         named = self.ramp if isinstance(self.ramp, list) else []
         batches = [stage.batch for stage in named]
         if sorted(set(batches)) != batches:

@@ -13,7 +13,6 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
-    LEAST,
     SETTLED,
     NoisePath,
     continued,
@@ -30,6 +29,7 @@ from tula_cli.models.ramp.stages import Ramp, ramp_of
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.load import validate
+from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE
 
 SIZE, EPOCHS = 10_000, 20
 
@@ -126,7 +126,7 @@ def test_stages_only_double_last_their_share_and_never_go_down(
     assert found[0].begin == 0 and found[-1].batch == batch
     for before, stage in pairwise(found):
         assert stage.batch > before.batch
-        assert stage.begin - before.begin >= LEAST * size * epochs
+        assert stage.begin - before.begin >= MIN_STAGE_SHARE * size * epochs
     for stage in found[:-1]:
         assert stage.batch in {reference << k for k in range(20)}
     for stage in found:

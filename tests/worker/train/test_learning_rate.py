@@ -6,7 +6,8 @@ from pydantic import ValidationError
 
 from tula_cli.errors import JobFailed
 from tula_cli.spec.job import JobSpec, warmup_epochs
-from tula_cli.worker.train.learning_rate import WARMUP_START, learning_rate
+from tula_cli.spec.schedules import WARMUP_START
+from tula_cli.worker.train.learning_rate import learning_rate
 
 
 def spec(*, method: str = "lbt", epochs: int = 20, lr_scaling: str = "auto", **schedule) -> JobSpec:

@@ -165,6 +165,54 @@ def test_a_method_that_does_not_follow_the_batch_fails(alone: Ranks, monkeypatch
         test_a_change_in_the_process_is_that_of_a_resumed_one(alone)
 
 
+def spent(optimizer: dict[str, Any] | None = None, *, ends_after: int | None = None, **train: Any) -> JobSpec:
+    """Return a job of 4 epochs of 100 samples that spends its decay as batch, from 8 to 32: after 200 samples, and after 267."""
+    own = {"momentum": 0.9, "name": "SGD", **(optimizer or {})}
+    sections = {"schedule": {"kind": "cosine"}, "optimizer": own, "train": train}
+    return job("lbt", ramp="decay", ends_after=ends_after, **sections)
+
+
+def test_a_decay_is_spent_as_batch(alone: Ranks) -> None:
+    for optimizer, root in (({}, 1), (ADAM, 0.5)):
+        subject = trainer(spent(optimizer), alone, batch=32)
+        seen = [(step.batch, step.lr) for step in steps_of(subject)]
+        # 12 steps of 8 an epoch, which leave 4 samples out; in the third 67 samples from 200 on are 5 steps of 16
+        assert [batch for batch, _ in seen] == [8] * 24 + [16] * 5 + [32] * 3
+        rate, base = dict(reversed(seen)), subject.spec.optimizer.lr
+        assert rate[8] == pytest.approx(base)
+        assert rate[16] == pytest.approx(base / 2 * 2**root), "half of the rate, and what twice the batch is worth"
+        plain = trainer(job("lbt", ramp=None, optimizer=optimizer), alone, batch=8)
+        assert len(seen) < 0.7 * len(steps_of(plain))
+
+
+@pytest.mark.parametrize("optimizer", [{}, ADAM, {**ADAM, "beta2_half_life": "auto"}])
+def test_a_decay_that_is_killed_anywhere_changes_no_bit(
+    optimizer: dict[str, Any], alone: Ranks, run: RunDir, tmp_path: Path
+) -> None:
+    more = {"accumulate": 2, "max_grad_norm": 1.0}
+    task, loaded = train_task(spent(optimizer, **more), batch=32), 0
+    for at in (96, 192, 272):  # within a stage, at its end and in the next one
+        with pytest.raises(Interrupted):
+            ending = spent(optimizer, ends_after=at + 16 - loaded, **more)
+            train(run, alone, train_task(ending, batch=32, signature=task.signature))
+        loaded = max(int(path.stem) for path in run.training(task.signature).checkpoints())
+    train(run, alone, task)
+    assert len(list(rows(run, task, "start"))) == 4
+    unbroken = RunDir.create(tmp_path / "whole", task.spec)
+    train(unbroken, alone, task)
+    assert same(final_weights(run, task), final_weights(unbroken, task))
+
+
+def test_a_decay_goes_on_at_a_smaller_batch(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spent(), batch=32)
+    with pytest.raises(Interrupted):
+        train(run, alone, train_task(spent(ends_after=240), batch=32, signature=task.signature))
+    train(run, alone, train_task(task.spec, batch=16, signature=task.signature))
+    assert {row["batch"] for row in rows(run, task, "step")} == {8, 16}
+    last = list(rows(run, task, "step"))[-1]
+    assert last["lr"] < 0.02, "the rest of the decay is the learning rate's"
+
+
 # --- after an out-of-memory
 
 

@@ -14,14 +14,13 @@ from typing import Literal
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE
 from tula_cli.words import number
 
 GROWTH = 0.65
 """Exponent of the noise scale over the epochs, found on six applications (benchmarks/replay/efficiency.py fits it with each of
 them left out: 0.60 to 0.70)."""
 
-LEAST = 0.02
-"""Of the training, that a stage lasts at least."""
 MOST_NOISE = 1e12
 """Samples that a noise scale is taken for where the gradient is lost in its noise."""
 UNMEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
@@ -98,8 +97,8 @@ def stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: int, ep
     start = max(0, sum(one <= factor * path.at(0.0) for one in batches) - 1)
     found = [Stage(begin=0, batch=batches[start], noise=path.at(0.0))]
     for following in batches[start + 1 :]:
-        begin = math.ceil(max(found[-1].begin + LEAST * total, path.first(following / factor) * size))
-        if begin > (1 - LEAST) * total:
+        begin = math.ceil(max(found[-1].begin + MIN_STAGE_SHARE * total, path.first(following / factor) * size))
+        if begin > (1 - MIN_STAGE_SHARE) * total:
             return (*found, Stage(begin=total, batch=batch))
         found.append(Stage(begin=begin, batch=following, noise=path.at(begin / size)))
     return tuple(found)
@@ -160,7 +159,7 @@ def put_off(
     found = [planned[0]]
     for before, stage in pairwise(planned):
         begin = max(earliest.get(stage.batch, 0), found[-1].begin + stage.begin - before.begin)
-        late = begin > stage.begin and begin > (1 - LEAST) * total
+        late = begin > stage.begin and begin > (1 - MIN_STAGE_SHARE) * total
         found.append(stage.model_copy(update={"begin": total if late else begin}))
     return in_epochs(found, size)
 
@@ -207,7 +206,7 @@ def decided(
         return row("begins", stage.begin)
     # Beyond the next measurement, which then looks at it again.
     begin = max(stage.begin, passed + every * size + 1)
-    return row("stopped", total) if begin > (1 - LEAST) * total else row("put off", begin)
+    return row("stopped", total) if begin > (1 - MIN_STAGE_SHARE) * total else row("put off", begin)
 
 
 # --- in words

@@ -17,9 +17,9 @@ from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stages import Ramp, ramp_of
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, max_decay_growth
 from tula_cli.spec.parts.of_train import RampStage
-from tula_cli.words import plural
+from tula_cli.words import number, plural
 
 Worth = Literal["time", "cost"]
 """What the least is taken of: hours, or node-hours."""
@@ -126,13 +126,15 @@ def ramp_on(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: 
 
 
 def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> None:
-    """Refuse stages that the job names and that do not fit a training that begins.
+    """Refuse stages that the job names, or its decay, that do not fit a training that begins.
 
     One that goes on at a smaller batch after an out-of-memory keeps those that are below it.
 
     Raises:
         SpecError: a batch that is not below the training's, or as `ramp_on` and `on_nodes` say.
     """
+    if spec.train.stages == "decay":
+        _check_decay(spec, batch=batch, ramp=ramp_on(spec, batch=batch, nodes=nodes, dataset_size=dataset_size))
     stages = _named(spec)
     above = [stage.batch for stage in stages if stage.batch >= batch]
     if above:
@@ -145,8 +147,29 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
         on_nodes(ramp.stages, named(spec), spec=spec, nodes=nodes)
 
 
+def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
+    """Refuse a batch without a first stage at the reference batch, and one that a decay never comes to.
+
+    Raises:
+        SpecError: it is one.
+    """
+    reference, growth = spec.train.reference_batch, max_decay_growth(spec)
+    if ramp.stages[0].batch > reference:
+        raise SpecError(
+            f"train.ramp: decay begins at train.reference_batch {reference}, which has less than one sample for each GPU and"
+            " micro-batch here",
+            "train on fewer nodes, or leave out train.ramp_nodes: same",
+        )
+    if batch > reference * growth:
+        raise SpecError(
+            f"train.ramp: decay never comes to batch {batch}: the schedule leaves 1/{number(growth)} of the learning rate by the"
+            f" last 2 % of the training, so that train.reference_batch {reference} grows to {int(reference * growth)} at most",
+            "train with a smaller batch (search.max_batch, or --batch), or with a schedule that ends lower",
+        )
+
+
 def no_place(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], list[str]]:
-    """Say where the search has no batch that a training with the stages which the job names can begin at.
+    """Say where the search has no batch that a training with the stages of the job can begin at.
 
     Args:
         spec: the job.
@@ -156,7 +179,7 @@ def no_place(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], lis
         Problems: no batch on any nodes; and warnings: none on some of them, which are left out.
     """
     size, most = dataset_size or sys.maxsize, spec.search.max_batch
-    if not _named(spec) or (dataset_size is None and most is None):
+    if not (_named(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
         return [], []
     found = places(
         spec.search.nodes,
@@ -214,8 +237,8 @@ def on_nodes(stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpe
     """
     found = tuple(stage.model_copy(update={"nodes": chosen.get(stage.batch, nodes)}) for stage in stages)
     counts = [chosen.get(stage.batch, nodes) for stage in stages]
-    for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
-        for later, its in zip(stages[number:], counts[number:], strict=True):
+    for index, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+        for later, its in zip(stages[index:], counts[index:], strict=True):
             if its < count:
                 raise SpecError(
                     f"train.ramp: batch {later.batch} would have {plural(its)}, fewer than batch {stage.batch} before it"

@@ -161,7 +161,7 @@ class StageTimes:
 
     def begin(self, nodes: Ints, batch: Ints) -> Flags:
         """Return of which configurations, shape (n,), `why_not_begun` has nothing to say."""
-        if not isinstance(self.spec.train.stages, list):
+        if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
         return np.array([not self.why_not_begun(config) for config in configs(nodes, batch)], dtype=bool)
 

@@ -7,9 +7,11 @@ training resumes in any stage, and one that goes on at a smaller batch keeps the
 
 By default the batch of stage k is reference_batch x 2^k, up to the training's own: in the first epochs the gradient's noise
 is small, and a larger batch averages little out (McCandlish et al. 2018). With `ramp: noise` the noise that was measured tells
-how long each lasts (`by_noise`).
+how long each lasts (`by_noise`), with `ramp: decay` the schedule of the learning rate: it is spent as batch.
 """
 
+import functools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -17,8 +19,10 @@ from math import ceil
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp.by_noise import NoisePath, stages_by_noise
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_train import RampStage
+from tula_cli.spec.job import JobSpec, warmup_epochs
+from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE, RampStage
+from tula_cli.spec.schedules import ROUNDING, decayed_share
+from tula_cli.spec.sections import Schedule
 
 SHARE = 0.05
 """Of the training, that each stage of `auto` lasts."""
@@ -127,9 +131,56 @@ def ramp_of(
             noise, batch=batch, factor=noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
         )
         return _fitted(planned, [parts, *fewer], spec.train.ghost_batch)
+    if asked == "decay":
+        planned = stages_by_decay(spec, batch=batch, size=dataset_size)
+        return _fitted(planned, [parts, *fewer], spec.train.ghost_batch)
     if not isinstance(asked, list):
         return _auto(spec, batch, [parts, *fewer], dataset_size)
     return _named(spec, asked, batch, parts, dataset_size)
+
+
+def stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
+    """Return the stages of a training whose decay is spent as batch, its own batch last; one it never comes to begins at its end.
+
+    The batch is the reference batch x 2^k from where the schedule leaves 2^-k of the full learning rate (Meterez et al. 2025,
+    arXiv 2510.14717, Algorithm 1). In between the rate follows the schedule, so that rate and batch are worth that of the
+    reference batch at every point (`job._noise_rule`).
+
+    Args:
+        spec: the job, with `ramp: decay`.
+        batch: the training's own, global.
+        size: samples of an epoch.
+    """
+    reference, total = spec.train.reference_batch, spec.train.epochs * size
+    doubled = [reference << k for k in range(1, batch.bit_length()) if reference << k < batch]
+    begins = {0: min(reference, batch)}  # of stages that begin at once the last one stays
+    schedule, warmup = spec.schedule.model_dump_json(), warmup_epochs(spec)
+    for following in [*doubled, *([batch] if batch > reference else [])]:
+        share = reference / following
+        begin = _decayed_at(share, schedule, spec.optimizer.lr, warmup=warmup, epochs=spec.train.epochs, size=size)
+        begins[begin if begin <= (1 - MIN_STAGE_SHARE) * total else total] = following
+    return tuple(Stage(begin=begin, batch=each) for begin, each in begins.items())
+
+
+@functools.lru_cache(maxsize=1024)  # the same for all nodes of a search
+def _decayed_at(share: float, schedule: str, lr: float, *, warmup: float, epochs: int, size: int) -> int:
+    """Return the samples passed from which on a schedule leaves at most a share of the full learning rate.
+
+    Args:
+        share: of `lr`, above 0.
+        schedule: as JSON.
+        lr: at the reference batch.
+        warmup: epochs.
+        epochs: of the whole training.
+        size: samples of an epoch.
+    """
+    rule = Schedule.model_validate_json(schedule)
+
+    def has_decayed(passed: int) -> bool:
+        left = decayed_share(rule, lr, epoch=passed / size, warmup=warmup, epochs=epochs)
+        return left <= share * (1 + ROUNDING)
+
+    return bisect_left(range(epochs * size), True, key=has_decayed)
 
 
 def noise_factor(spec: JobSpec) -> float:

@@ -333,6 +333,7 @@ class Beside(Record):
     hours: float
     cost: float
     node_hours: float
+    steps: int | None = None  # of the whole training; None of an older tula
 
 
 class WhatIf(Record):

@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from tula_cli.spec.kinds import Positive, PositiveFloat, Section
 
+MIN_STAGE_SHARE = 0.02
+"""Of the training, that a stage lasts at least which follows from the noise or the schedule."""
+
 
 class RampStage(Section):
     """A smaller batch for a while, at the beginning of a training."""
@@ -22,7 +25,7 @@ class RampStage(Section):
         return self
 
 
-Stages = Literal["auto", "noise"] | Annotated[list[RampStage], Field(min_length=1)]
+Stages = Literal["auto", "noise", "decay"] | Annotated[list[RampStage], Field(min_length=1)]
 
 
 class Hessian(Section):

@@ -7,14 +7,9 @@ from collections.abc import Callable
 
 from tula_cli.errors import JobFailed
 from tula_cli.plugins import is_import_string, load
-from tula_cli.spec.job import JobSpec, lr_scale, warmup_epochs
-from tula_cli.spec.sections import Schedule
+from tula_cli.spec.job import JobSpec, lr_scale, reference_rate, warmup_epochs
+from tula_cli.spec.schedules import scheduled, warmup_factor
 from tula_cli.worker.build.construct import accepts, construct
-
-ONE_CYCLE_START = 25
-"""The full learning rate by that with which one-cycle begins."""
-WARMUP_START = 0.01
-"""Share of the full learning rate at epoch 0 of a warm-up, where that is not scaled; it grows linearly to 1."""
 
 
 def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
@@ -26,6 +21,8 @@ def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
         batch: global batch, samples an optimizer step.
     """
     scale, warmup = lr_scale(spec, batch), warmup_epochs(spec)
+    if spec.train.stages == "decay":  # at every point a multiple of the reference batch's, min_lr and warm-up included
+        return scale * reference_rate(spec, epoch)
     base = spec.optimizer.lr * scale
     if epoch < warmup:
         base *= warmup_factor(epoch, warmup, scale)
@@ -71,45 +68,3 @@ def _own_factor(name: str, args: str, epochs: int) -> Callable[[float], float]:
         return found
 
     return factor
-
-
-def warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:
-    """Return the share of the full learning rate, growing linearly to 1 at epoch `warmup`.
-
-    A rate that was scaled up starts from the reference batch's (Goyal et al. 2017, 2.2), others near zero.
-    """
-    start = 1 / scale if scale > 1 else WARMUP_START
-    return start + (1 - start) * epoch / warmup
-
-
-def scheduled(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
-    """Return the learning rate without warm-up.
-
-    Args:
-        schedule: multistep multiplies by gamma at each milestone; cosine and linear fall from the end of the warm-up to
-            `min_lr` at the last epoch, linear from `decay_from` on; one-cycle (Smith and Topin 2018) grows as a cosine from 1/25 up to the full rate at
-            `peak` and falls as a cosine to `min_lr`; constant stays.
-        base: learning rate that the schedule starts from.
-        epoch: epochs done.
-        warmup: epochs of warm-up, which the cosine leaves out.
-        epochs: epochs of the whole training.
-    """
-    if schedule.kind == "multistep":
-        return base * schedule.gamma ** sum(epoch >= milestone for milestone in schedule.milestones)
-    if schedule.kind == "one-cycle":
-        top = schedule.peak * epochs
-        if epoch < top:
-            return _cosine(base / ONE_CYCLE_START, base, epoch / top)
-        return _cosine(base, schedule.min_lr, min(1.0, (epoch - top) / (epochs - top)))
-    start = max(warmup, schedule.decay_from * epochs)
-    if schedule.kind in ("cosine", "linear") and epoch > start:
-        share = min(1.0, (epoch - start) / (epochs - start)) if epochs > start else 1.0
-        if schedule.kind == "linear":
-            return base + (schedule.min_lr - base) * share
-        return _cosine(base, schedule.min_lr, share)
-    return base
-
-
-def _cosine(start: float, end: float, share: float) -> float:
-    """Return what lies between two values on half a turn of a cosine."""
-    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

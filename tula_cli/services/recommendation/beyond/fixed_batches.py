@@ -7,7 +7,9 @@ from typing import Any
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.stage_nodes import named
+from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.recommendations import Beside, Prediction
+from tula_cli.spec.job import JobSpec
 from tula_cli.words import duration, number, plural
 
 
@@ -41,11 +43,24 @@ def beside_a_ramp(forecast: Forecast, choice: Prediction) -> tuple[Beside, ...]:
         found["the reference batch"] = min(reference, key=lambda row: row.cost if by_cost else row.hours)
     return tuple(
         Beside(
-            what=name, nodes=row.nodes, batch=row.batch, hours=row.hours, cost=row.cost, node_hours=row.all_node_hours
+            what=name,
+            nodes=row.nodes,
+            batch=row.batch,
+            hours=row.hours,
+            cost=row.cost,
+            node_hours=row.all_node_hours,
+            steps=_count_steps(forecast, row),
         )
         for name, row in found.items()
         if row is not None
     )
+
+
+def _count_steps(forecast: Forecast, row: Prediction) -> int:
+    """Return the steps of a whole training, at the batches of its stages."""
+    size, epochs = forecast.dataset_size, forecast.spec.train.epochs_at_most
+    stages = forecast.trainings.stages.stages(Config(row.nodes, row.batch)) if row.stages else ()
+    return sum((Ramp(stages) if stages else Ramp.constant(row.batch)).steps(size=size, epochs=epochs).values())
 
 
 def _with(forecast: Forecast, **train: Any) -> Forecast:
@@ -71,3 +86,23 @@ def beside_words(found: tuple[Beside, ...]) -> str:
         for one in found
     ]
     return "; ".join(told)
+
+
+def decay_words(spec: JobSpec, found: tuple[Beside, ...]) -> str:
+    """Return the steps, hours and cost that `train.ramp: decay` saves over the reference batch throughout, in words."""
+    if spec.train.stages != "decay" or not found:
+        return ""
+    rows = {row.what: row for row in found}
+    chosen, reference = rows["as chosen"], rows.get("the reference batch")
+    if reference is None:
+        return f"what the decay saves is not known: nothing tells the step time at batch {spec.train.reference_batch}"
+    changes = [
+        f"{after} instead of {before} ({100 * (new / old - 1):+.0f} %)"
+        for after, before, new, old in (
+            (f"{chosen.steps} steps", str(reference.steps), chosen.steps or 0, reference.steps or 1),
+            (duration(3600 * chosen.hours), duration(3600 * reference.hours), chosen.hours, reference.hours),
+            (f"{number(chosen.cost)} {spec.pricing.currency}", number(reference.cost), chosen.cost, reference.cost),
+        )
+    ]
+    where = f"batch {reference.batch} throughout on {plural(reference.nodes)}"
+    return f"decay spent as batch, compared with {where}: {', '.join(changes)}"

@@ -1,0 +1,281 @@
+"""A decay of the learning rate that is spent as batch (`train.ramp: decay`): its stages, its rates, their nodes, what it saves."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from make_results import Truth, probe_all
+from make_results import spec as searched
+
+from tula_cli.errors import SpecError
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.ramp.stage_nodes import check_stages, no_place
+from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.run.records.recommendations import Stage
+from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, decay_words
+from tula_cli.spec.job import JobSpec, lr_scale, max_lr_factor, reference_rate
+from tula_cli.spec.load import validate
+from tula_cli.spec.signature import train_signature
+from tula_cli.worker.train.learning_rate import learning_rate
+
+SIZE, EPOCHS = 10_000, 20
+COSINE = {"kind": "cosine"}
+
+
+def job(schedule: Any = COSINE, optimizer: Any = None, **train: Any) -> JobSpec:
+    sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": optimizer or {"lr": 0.1}}
+    own = {"epochs": EPOCHS, "method": "lbt", "ramp": "decay", **train}
+    return validate({**sections, "schedule": schedule, "train": own}, source="a test")
+
+
+def of(schedule: Any = COSINE, *, batch: int = 1024, parts: int = 1, **train: Any) -> Ramp:
+    return ramp_of(job(schedule, **train), batch=batch, parts=parts, dataset_size=SIZE)
+
+
+def begins(ramp: Ramp) -> dict[int, float]:
+    """Return the epoch at which each batch begins."""
+    return {stage.batch: round(stage.begin / SIZE, 2) for stage in ramp.stages}
+
+
+# --- stages
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (COSINE, {128: 0, 256: 10, 512: 13.33, 1024: 15.40}),  # half at half, a quarter at two thirds
+        ({"kind": "cosine", "warmup_epochs": 2}, {128: 0, 256: 11, 512: 14, 1024: 15.86}),
+        ({"kind": "cosine", "min_lr": 0.01}, {128: 0, 256: 10.71, 512: 14.65, 1024: 17.87}),
+        ({"kind": "linear"}, {128: 0, 256: 10, 512: 15, 1024: 17.5}),
+        ({"kind": "linear", "decay_from": 0.6}, {128: 0, 256: 16, 512: 18, 1024: 19}),
+        ({"kind": "one-cycle"}, {128: 0, 256: 13, 512: 15.33, 1024: 16.78}),  # not while it rises from 1/25
+        ({"kind": "multistep", "milestones": [4, 8, 12], "gamma": 0.5}, {128: 0, 256: 4, 512: 8, 1024: 12}),
+        ({"kind": "multistep", "milestones": [10, 15]}, {128: 0, 1024: 10}),  # a tenth at once
+        ({"kind": "multistep", "milestones": [2, 4, 6, 8, 10, 12], "gamma": 2**-0.5}, {128: 0, 256: 4, 512: 8, 1024: 12}),
+        ({"kind": "multistep", "milestones": [1, 6], "gamma": 0.1, "warmup_epochs": 3}, {128: 0, 1024: 3}),
+    ],
+)  # fmt: skip
+def test_the_batch_doubles_where_the_schedule_halves_the_rate(schedule: Any, expected: dict[int, float]) -> None:
+    assert begins(of(schedule)) == expected
+
+
+SCHEDULES = st.one_of(
+    st.builds(
+        lambda kind, low, warmup: {"kind": kind, "min_lr": low, "warmup_epochs": warmup},
+        st.sampled_from(["cosine", "linear"]), st.sampled_from([0.0, 0.001, 0.02]), st.sampled_from([0, 1.5, 5]),
+    ),
+    st.builds(lambda share: {"kind": "linear", "decay_from": share}, st.floats(0, 0.9)),
+    st.builds(lambda peak: {"kind": "one-cycle", "peak": peak}, st.floats(0.05, 0.9)),
+    st.builds(
+        lambda at, gamma: {"kind": "multistep", "milestones": sorted(at), "gamma": gamma},
+        st.lists(st.integers(0, 19), min_size=1, max_size=5), st.sampled_from([0.1, 0.2, 0.5]),
+    ),
+)  # fmt: skip
+
+
+@given(schedule=SCHEDULES, batch=st.sampled_from([200, 256, 1024, 4096]), name=st.sampled_from(["SGD", "AdamW"]))
+@settings(max_examples=80, deadline=None)
+def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any, batch: int, name: str) -> None:
+    """lr / batch with SGD, lr / root of the batch with AdamW, at every point; the rate never exceeds the job's own."""
+    subject = job(schedule, {"name": name, "lr": 0.1})
+    ramp = ramp_of(subject, batch=batch, parts=1, dataset_size=SIZE)
+    for passed in range(0, EPOCHS * SIZE, 997):
+        own, epoch = ramp.batch_at(passed), passed / SIZE
+        worth = (own / 128) ** (1 if name == "SGD" else 0.5)
+        assert learning_rate(subject, epoch, own) == pytest.approx(reference_rate(subject, epoch) * worth)
+        assert learning_rate(subject, epoch, own) <= 0.1 * (1 + 1e-6)
+        assert own == 128 or 0.1 * 128 / own >= reference_rate(subject, epoch) * (1 - 1e-6)
+    for stage, following in pairwise(ramp.stages):
+        assert following.begin > stage.begin and following.batch > stage.batch
+    assert ramp.stages[0] == Stage(begin=0, batch=128) or schedule.get("milestones", [1])[0] == 0
+    assert ramp.stages[-1].batch == batch
+
+
+@pytest.mark.parametrize(("kind", "least"), [("cosine", 0.36), ("linear", 0.33)])
+def test_a_decay_to_nothing_saves_more_than_30_percent_of_the_steps(kind: str, least: float) -> None:
+    found = of({"kind": kind}).steps(size=SIZE, epochs=EPOCHS)
+    assert 1 - sum(found.values()) / (EPOCHS * (SIZE // 128)) >= least
+
+
+def test_stages_divide_among_gpus_and_micro_batches() -> None:
+    assert begins(of(parts=48, accumulate=2, batch=960)) == {96: 0, 240: 10, 480: 13.33, 960: 15.24}
+    assert begins(of(parts=8, batch=1024, ghost_batch=48)) == {128: 0, 256: 10, 384: 13.33, 1024: 15.4}
+
+
+def test_at_or_below_the_reference_batch_nothing_grows() -> None:
+    assert of(batch=128).stages == (Stage(begin=0, batch=128),)
+    assert of(batch=64).stages == (Stage(begin=0, batch=64),)
+    assert learning_rate(job(), 10, 64) == pytest.approx(0.025), "half of a half"
+
+
+def test_after_an_out_of_memory_the_smaller_batch_keeps_its_stages() -> None:
+    subject, decided = job(), of().stages
+    found = ramp_of(subject, batch=512, parts=1, dataset_size=SIZE, decided=decided)
+    assert found.stages == decided[:3]
+    assert ramp_of(subject, batch=96, parts=1, dataset_size=SIZE, decided=decided) == Ramp.constant(96)
+
+
+# --- learning rate
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "rule"),
+    [
+        *((name, "lbt", "linear") for name in ("SGD", "ASGD")),
+        *(
+            (name, "lbt", "sqrt")
+            for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Muon")
+        ),
+        ("mine:Optimizer", "lbt", "sqrt"),  # which does not diverge, whatever it is
+        ("SGD", "ortho", "linear"),  # at the length of SGD's step
+        ("AdamW", "ortho", "sqrt"),
+        ("SGD", "ramp", "linear"),
+        ("AdamW", "ramp", "sqrt"),
+        ("SGD", "lrs", "linear"),
+        ("AdamW", "lrs", "sqrt"),
+        ("SGD", "polo", "linear"),
+        ("SGD", "lars", "sqrt"),  # divides by the gradient's norm
+        ("AdamW", "lamb", "sqrt"),
+        ("SGD", "mine:Method", "linear"),
+    ],
+)
+def test_the_rule_is_that_of_the_optimizer(name: str, method: str, rule: str) -> None:
+    subject = job(optimizer={"name": name, "lr": 0.1}, method=method)
+    assert lr_scale(subject, 128 * 16) == {"linear": 16, "sqrt": 4}[rule]
+    other = {"linear": "sqrt", "sqrt": "linear"}[rule]
+    asked = job(optimizer={"name": name, "lr": 0.1}, method=method, lr_scaling=other)
+    assert lr_scale(asked, 128 * 16) == {"linear": 4, "sqrt": 16}[rule]
+
+
+def test_only_a_limit_that_is_given_holds() -> None:
+    assert max_lr_factor(job(method="ramp")) is None, "the rate never exceeds the job's own"
+    assert lr_scale(job(method="ramp", max_lr_factor=4), 2048) == 4
+
+
+def test_a_warm_up_stays() -> None:
+    subject = job({"kind": "cosine", "warmup_epochs": 2}, method="ramp")
+    assert learning_rate(subject, 0, 128) == pytest.approx(0.001)
+    assert learning_rate(subject, 1, 128) == pytest.approx(0.0505)
+    assert learning_rate(job(method="ortho"), 0, 128) == pytest.approx(0.001), "the method's own"
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("schedule", "train", "words"),
+    [
+        ({}, {}, "schedule.kind constant never does; set schedule.kind: cosine, linear, one-cycle or multistep"),
+        ({"kind": "multistep", "milestones": [10], "gamma": 0.9}, {}, "schedule.kind multistep does not in 20 epochs"),
+        ({"kind": "multistep", "milestones": [10], "gamma": 3.0}, {}, "schedule.kind multistep does not in 20 epochs"),
+        ({"kind": "multistep", "milestones": [20]}, {}, "schedule.kind multistep does not in 20 epochs"),
+        ({"kind": "cosine", "min_lr": 0.06}, {}, "schedule.kind cosine does not in 20 epochs"),
+        ({"kind": "cosine", "min_lr": 0.5}, {}, "schedule.kind cosine does not in 20 epochs"),
+        ({"kind": "cosine", "warmup_epochs": 20}, {}, "schedule.kind cosine does not in 20 epochs"),
+        ({"kind": "linear", "decay_from": 0.99}, {}, "schedule.kind linear does not in 20 epochs"),
+        ({"kind": "one-cycle", "peak": 0.99}, {}, "schedule.kind one-cycle does not in 20 epochs"),
+        (COSINE, {"until": {"epochs": 5}}, "schedule.kind cosine does not in 5 of 20 epochs"),
+        ({"kind": "cosine", "warmup_epochs": 6}, {"until": {"epochs": 5}}, "does not in 5 of 20 epochs"),
+        ({"kind": "mine:halves"}, {}, "mine:halves is your own code; name the stages, train.ramp: .*lr_scaling: linear"),
+        (COSINE, {"method": "ags"}, "method ags gradients by factors of its own; use method ramp"),
+        (COSINE, {"method": "static"}, "method static gradients by factors of its own"),
+        (COSINE, {"method": "adascale"}, "multiplies the learning rate by its own gain"),
+        ({}, {"method": "schedule_free"}, "method schedule_free has none"),
+        (COSINE, {"method": "auto"}, "method auto compares settings at one batch"),
+        (COSINE, {"lr_scaling": "none"}, "leave lr_scaling: none out"),
+        (COSINE, {"ramp_noise": 2}, "ramp_noise means nothing without ramp: noise"),
+        (COSINE, {"ramp": "decy"}, "did you mean decay"),
+    ],
+)  # fmt: skip
+def test_what_has_no_decay_to_spend_is_refused(schedule: Any, train: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(schedule, **train)
+    (problem,) = caught.value.problems
+    assert re.search(words, str(problem))
+
+
+def test_a_script_whose_batch_is_its_own_is_refused() -> None:
+    script = {"command": "train.py --batch {local_batch}", "length": {"epochs": 2}}
+    with pytest.raises(SpecError) as caught:
+        validate({"script": script, "train": {"ramp": "decay"}}, source="a test")
+    assert any("train.ramp means nothing to a script" in str(problem) for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("where", "train", "words"),
+    [
+        ({"batch": 2048}, {}, "never comes to batch 2048: the schedule leaves 1/9.91 .* 128 grows to 1268 at most"),
+        ({"nodes": 256}, {"ramp_nodes": "same"}, "begins at train.reference_batch 128, which has less than one sample"),
+        (
+            {"nodes": 64},
+            {"ramp_nodes": "same", "accumulate": 4},
+            "has less than one sample for each GPU and micro-batch",
+        ),
+    ],
+)
+def test_a_place_without_its_stages_is_refused(where: dict[str, int], train: dict[str, Any], words: str) -> None:
+    subject = job({"kind": "cosine", "min_lr": 0.01}, **train)
+    check_stages(subject, batch=1024, nodes=1, dataset_size=SIZE)
+    with pytest.raises(SpecError, match=words):
+        check_stages(subject, **{"batch": 1024, "nodes": 1, "dataset_size": SIZE, **where})
+
+
+# --- nodes, and what it saves
+
+TRUTH, PROBES = Truth(dataset_size=12_800), {1: (16, 32, 64, 128, 256), 8: (2, 64)}
+
+
+def forecast(schedule: Any = COSINE, **train: Any) -> Forecast:
+    own = {"method": "lbt", "ramp": "decay", "epochs": 10, "reference_batch": 32, **train}
+    subject = searched(train=own, schedule=schedule, search={"nodes": [1, 2, 4, 8]})
+    return replace(Forecast.from_results(subject, probe_all(TRUTH, PROBES)), stages_by="cost")
+
+
+def test_each_stage_has_the_nodes_that_it_is_worth_unless_the_job_says_otherwise() -> None:
+    choice = forecast().predict(Config(8, 256))
+    assert [(stage.batch, stage.nodes) for stage in choice.stages] == [(32, 1), (64, 1), (128, 1)]
+    same = forecast(ramp_nodes="same").predict(Config(8, 256))
+    assert {stage.nodes for stage in same.stages} == {None} and same.cost > choice.cost
+    plain = searched(train={"method": "lbt"})
+    assert plain.train.ramp_nodes == "same"
+    named = {train_signature(forecast(**own).spec, nodes=8, batch=256) for own in ({}, {"ramp_nodes": "same"})}
+    assert len(named) == 2, "stages are rounded to other numbers of GPUs"
+
+
+def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
+    low = {"kind": "cosine", "min_lr": 0.01}
+    assert {row.batch for row in forecast(low).predictions()} == {32, 64, 128, 256}
+    assert 2048 in {row.batch for row in forecast().predictions()}
+    subject = forecast(low, reference_batch=4, ramp_nodes="same").spec
+    problems, (warning,) = no_place(subject, dataset_size=12_800)
+    assert problems == [] and warning.startswith("no training on 8 nodes: train.ramp: decay begins at")
+
+
+def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -> None:
+    subject = forecast()
+    choice = subject.predict(Config(8, 256))
+    rows = {row.what: row for row in beside_a_ramp(subject, choice)}
+    chosen, reference = rows["as chosen"], rows["the reference batch"]
+    assert (reference.steps, reference.batch) == (4000, 32)
+    assert chosen.steps == sum(stage.steps for stage in choice.stages) + choice_steps(subject, choice.batch)
+    assert 1 - chosen.steps / reference.steps > 0.3
+    words = decay_words(subject.spec, tuple(rows.values()))
+    assert words.startswith(
+        "decay spent as batch, compared with batch 32 throughout on 1 node: 2552 steps instead of 4000 (-36 %)"
+    )
+    assert f"({100 * (chosen.hours / reference.hours - 1):+.0f} %)" in words
+    assert words.endswith(f"({100 * (chosen.cost / reference.cost - 1):+.0f} %)")
+    (alone,) = [row for row in rows.values() if row.what == "as chosen"]
+    assert "nothing tells the step time at batch 32" in decay_words(subject.spec, (alone,))
+    assert decay_words(forecast(ramp="auto").spec, tuple(rows.values())) == ""
+
+
+def choice_steps(subject: Forecast, batch: int) -> int:
+    """Return the steps at the training's own batch."""
+    ramp = Ramp(subject.trainings.stages.stages(Config(8, batch)))
+    return ramp.steps(size=12_800, epochs=10)[batch]

@@ -222,7 +222,8 @@ def _exit_codes() -> str:
 ENDINGS_HEAD = """An attempt at a job that does not end well is of one of these classes: `outcome` of `attempts` in `tula status --json`, with
 the host, and the rank where one is at the root. The exit code is that of the command that waits for the job, once nothing
 follows. What follows is told of a training; a job of probes or an evaluation has new processes twice, where a training has
-them, and any other ending of a probe is its result."""
+them, and any other ending of a probe is its result. What to do is told of tula's own loop on SLURM; a job with a script is
+told what its script and its section have."""
 
 
 AGAIN = f"; twice within {AT_ONCE:g} s of a start, without progress, ends it"
@@ -230,7 +231,7 @@ AGAIN = f"; twice within {AT_ONCE:g} s of a start, without progress, ends it"
 
 def _endings() -> str:
     rows = [
-        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advised(Cluster()))} |"
+        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advised(Cluster(kind='slurm')))} |"
         for outcome, ending in FAILURE_KINDS.items()
     ]
     return "\n".join(

@@ -872,7 +872,7 @@ def test_that_no_node_has_shown_a_gpu_is_the_users_to_mend_and_no_nodes_fault(
     assert chain.outcomes() == ["user"]
     (attempt,) = chain.run.training("s").attempts()
     assert f"{words} on {attempt.host}" in attempt.message
-    assert "does the job ask for GPUs (cluster.slurm.gpus)" in attempt.message
+    assert "does the job ask for GPUs (on SLURM: cluster.slurm.gpus)" in attempt.message
     assert cluster.excluded == []
     assert cluster.cancelled == ["12", "13", "14", "15"]
     assert "exclude" not in parameters(chain.run, chain.newest())

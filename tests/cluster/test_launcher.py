@@ -591,9 +591,9 @@ def test_from_submission_to_the_next_link_and_the_end(versions, run):
     versions.set("1000", "NODE_FAIL", "NodeDown")
     job = services_status.snapshot(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason) == ("queued", "goes on after job 1000 (NODE_FAIL: a node of its allocation failed)")
-    assert services_status.cancel(run, launcher) == [plan.task.job]
+    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == [plan.task.job]
     assert services_status.snapshot(run, launcher, now=time.time()).jobs[0].state == "cancelled"
-    assert services_status.cancel(run, launcher) == []
+    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == []
 
 
 # --- through the command line

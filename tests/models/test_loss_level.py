@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
+from loss_curves import BLOWN_UP, EVENT, HEALTHY
 
 from tula_cli.models.loss_level import LossLevel, patience
 
@@ -113,7 +114,7 @@ def followed(curve: Sequence[float], *, lr_factor: float = 8.0) -> tuple[LossLev
     level = LossLevel()
     for step, loss in enumerate(curve, 1):
         level.add(loss, samples=step, lr_factor=lr_factor)
-        if level.above >= patience(STEPS):
+        if level.above >= patience(len(curve)):
             return level, step
     return level, None
 
@@ -131,6 +132,20 @@ def test_a_loss_that_lost_what_was_learned_has_blown_up_and_it_is_known_since_wh
     assert at is not None and at - begins <= 2 * patience(STEPS) + 16
     assert begins - 20 <= level.sound <= begins, "a checkpoint from then is from before"
     assert level.lr_factor == 8
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_loss_that_jumps_and_is_learned_again_has_not_blown_up(name: str) -> None:
+    level, at = followed(HEALTHY[name])
+    assert at is None, (level.lowest, level.level)
+
+
+@pytest.mark.parametrize("name", BLOWN_UP)
+def test_a_loss_that_rises_and_stays_has_blown_up(name: str) -> None:
+    level, at = followed(BLOWN_UP[name])
+    assert at is not None
+    begins = {"early": 120, "late": 700}.get(name, EVENT)
+    assert at - begins <= 250 and begins - 40 <= level.sound <= begins + 40
 
 
 @pytest.mark.parametrize("bad", [1, 10, 70, 130])

@@ -11,7 +11,7 @@ import make_runs as make
 import pytest
 from rich.console import Console
 
-from tula_cli.errors import SchedulerError
+from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
@@ -287,7 +287,7 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     assert [job.id for job in now.jobs] == [good]
     (warning,) = now.warnings
     assert f"{damaged} is damaged" in warning and "end it by the scheduler's own command" in warning
-    assert services_status.cancel(run, launcher) == [good] and launcher.cancelled == [good]
+    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == [good] and launcher.cancelled == [good]
 
 
 # --- training
@@ -710,13 +710,98 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
 def test_cancels_what_is_queued_or_running_and_nothing_else(run):
     done, queued, running = (make.add_probes(run, nodes, (32,)) for nodes in (1, 2, 4))
     launcher = make.FakeLauncher({done: "ended", queued: "pending", running: "running"})
-    assert services_status.cancel(run, launcher) == [queued, running]
+    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == [queued, running]
     assert launcher.cancelled == [queued, running]
     assert not run.cancelled(done)
-    assert services_status.cancel(run, launcher) == []
+    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == []
+
+
+class Refusing(make.FakeLauncher):
+    """Does not cancel some jobs, and answers for none where `silent`."""
+
+    refused: tuple[str, ...] = ()
+    silent = False
+
+    def states(self, look, jobs):
+        if self.silent:
+            raise SchedulerError("squeue does not answer")
+        return super().states(look, jobs)
+
+    def cancel(self, run, job):
+        if job.id in self.refused:
+            raise SchedulerError(f"scancel: {job.id}: Unable to contact slurm controller", "run tula cancel again")
+        super().cancel(run, job)
+
+
+@pytest.fixture
+def two_types(tmp_path):
+    types = {name: {"pricing": {"price": price}} for name, price in (("a100", 1.0), ("h100", 2.0))}
+    run = RunDir.create(tmp_path, make.spec(node_types=types))
+    parts = run.parts(run.spec())
+    for part in parts:
+        part.run.adopt(part.spec)
+        for nodes in (1, 2):
+            make.add_probes(part.run, nodes, (32,))
+    return parts
+
+
+JOBS_OF_TYPES = ["a100/probe-n001", "a100/probe-n002", "h100/probe-n001", "h100/probe-n002"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "silent", "not_cancelled"),
+    [
+        ({"a100": ("probe-n001",)}, (), JOBS_OF_TYPES[:1]),
+        ({"a100": ("probe-n002",)}, (), JOBS_OF_TYPES[1:2]),
+        ({"h100": ("probe-n001",)}, (), JOBS_OF_TYPES[2:3]),
+        ({"h100": ("probe-n002",)}, (), JOBS_OF_TYPES[3:]),
+        ({"a100": ("probe-n001", "probe-n002")}, (), JOBS_OF_TYPES[:2]),
+        ({"a100": ("probe-n001",), "h100": ("probe-n002",)}, (), [JOBS_OF_TYPES[0], JOBS_OF_TYPES[3]]),
+        ({}, ("a100",), JOBS_OF_TYPES[:2]),
+        ({}, ("h100",), JOBS_OF_TYPES[2:]),
+        ({"h100": ("probe-n001",)}, ("a100",), JOBS_OF_TYPES[:3]),
+        ({"a100": ("probe-n001", "probe-n002"), "h100": ("probe-n001", "probe-n002")}, (), JOBS_OF_TYPES),
+    ],
+)
+def test_what_one_scheduler_does_not_cancel_keeps_none_of_the_others(two_types, refused, silent, not_cancelled):
+    launchers = {}
+    for part in two_types:
+        launchers[part.name] = Refusing(dict.fromkeys(("probe-n001", "probe-n002"), "running"))
+        launchers[part.name].refused, launchers[part.name].silent = refused.get(part.name, ()), part.name in silent
+    with pytest.raises(SchedulerError) as caught:
+        services_status.cancel(two_types, lambda part: launchers[part.name])
+    ended = [f"{name}/{job}" for name, launcher in launchers.items() for job in launcher.cancelled]
+    assert ended == [job for job in JOBS_OF_TYPES if job not in not_cancelled]
+    for job in not_cancelled:
+        name, _, id_ = job.partition("/")
+        assert (
+            f"all jobs of {name} (squeue does not answer)" if name in silent else f"{job} (scancel: {id_}"
+        ) in caught.value.message
+    assert caught.value.hint.endswith(f"cancelled: {', '.join(ended) or 'none'}") and caught.value.exit_code == 5
+
+
+def test_a_type_whose_scheduler_is_not_there_keeps_none_of_the_others(two_types):
+    launcher = Refusing(dict.fromkeys(("probe-n001", "probe-n002"), "running"))
+
+    def launcher_for(part):
+        if part.name == "a100":
+            raise SpecError("my.queue cannot be imported")
+        return launcher
+
+    with pytest.raises(SchedulerError, match=r"all jobs of a100 \(my.queue cannot be imported\)"):
+        services_status.cancel(two_types, launcher_for)
+    assert launcher.cancelled == ["probe-n001", "probe-n002"]
+
+
+def test_one_job_that_is_not_cancelled_is_told_as_it_is(run):
+    name = make.add_probes(run, 1, (32,))
+    launcher = Refusing({name: "running"})
+    launcher.refused = (name,)
+    with pytest.raises(SchedulerError, match=r"^scancel: probe-n001: Unable"):
+        services_status.cancel(run.parts(run.spec()), lambda _: launcher)
 
 
 def test_cancels_a_job_the_scheduler_does_not_know(run):
     name = make.add_probes(run, 1, (32,))
-    assert services_status.cancel(run, make.FakeLauncher({name: "unknown"})) == [name]
+    assert services_status.cancel(run.parts(run.spec()), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
     assert run.cancelled(name)

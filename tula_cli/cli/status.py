@@ -143,9 +143,5 @@ def cancel(
     parts = begun(run, run.spec())
     for part in parts:
         warn_all(screen, part.run.read().job_warnings)
-    ended = [
-        job
-        for part in parts
-        for job in part.named(services_status.cancel(part.run, launcher.launcher_for(part.spec, submits=False)))
-    ]
+    ended = services_status.cancel(parts, lambda part: launcher.launcher_for(part.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])

@@ -4,7 +4,7 @@ _API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b|\bTriton Er
 """How torch, Triton, NCCL and RCCL begin what the runtime of a device has told them, with its number or none."""
 
 NO_GPU = (
-    "no GPU is to be seen: does the job ask for GPUs (cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
+    "no GPU is to be seen: does the job ask for GPUs (on SLURM: cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
     (r"\bNo (?:CUDA|HIP) GPUs are available\b", r"\bFound no NVIDIA driver on your system\b", r"\bno (?:CUDA|ROCm)-capable device is detected\b",
      r"\b(?:cudaErrorNoDevice|hipErrorNoDevice|CUDA_ERROR_NO_DEVICE)\b", r"^(?:tula_cli\.errors\.)?NoGpu\b"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, StorageFailed, TulaError
+from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.spec.resources import Cluster
 
@@ -58,7 +59,8 @@ class FailureKind:
         means: in words.
         error: what the command that waits for the job exits with, once nothing follows: its exit code and `error.code`.
         follows: what tula does next.
-        advice: what the user can do; one line, with {minutes} and {memory} for the settings of the scheduler's jobs.
+        advice: what the user can do; one line, with {minutes} and {more_memory} for what the scheduler's jobs can be asked for.
+        for_script: the same for a script of the user's own, which has no model, optimizer ... in its job; empty: the same words.
         severity: of several ranks' failures that with the lowest is the root of the others.
         names_host: whether the failure is about the node, so that messages about it name the node.
         final_if_again: whether the same at once again, without progress, ends a training: a third start would come to it too.
@@ -68,13 +70,15 @@ class FailureKind:
     error: type[TulaError]
     follows: Next
     advice: str
+    for_script: str = ""
     severity: int = 1
     names_host: bool = False
     final_if_again: bool = False
 
-    def advised(self, cluster: Cluster) -> str:
+    def advised(self, cluster: Cluster, *, script: bool = False) -> str:
         """Return what the user can do, by the settings that the jobs' scheduler has."""
-        return self.advice.format(minutes=cluster.minutes_setting, memory=cluster.memory_setting)
+        words = self.for_script if script and self.for_script else self.advice
+        return words.format(minutes=cluster.minutes_setting, more_memory=cluster.more_memory)
 
 
 FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
@@ -82,14 +86,17 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "a GPU, or a rank on CPUs, was out of memory",
         OutOfMemoryAtMinimum,
         "less memory",
-        "use a smaller batch or more nodes, or set train.activation_checkpointing: true",
+        LESS_MEMORY,
+        LESS_MEMORY_FOR_SCRIPT,
         severity=0,
     ),
     "host_oom": FailureKind(
         "a node's own memory was used up",
         JobFailed,
         "fewer loaders",
-        "the node's own memory ran out: lower train.workers, or ask for more with {memory}",
+        "the node's own memory ran out: lower train.workers, or {more_memory}",
+        "the node's own memory ran out: lower the script's loader workers (train.workers where its command has {{workers}}), or"
+        " {more_memory}",
         severity=0,
     ),
     "user": FailureKind(
@@ -97,6 +104,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         JobFailed,
         "user",
         "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
+        "correct the script or its section and run the same command again; tula logs shows what the script wrote",
     ),
     "diverged": FailureKind(
         "loss or weights were not finite, or the loss of a batch that grows rose and stayed high",
@@ -105,6 +113,8 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "the same command diverges again: set a lower train.max_lr_factor (where the learning rate grows with the batch),"
         " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
         " or compute with train.precision fp32 or bf16",
+        "the same command diverges again: set a lower script.reference.lr, or where the command has no {{lr}} a lower learning"
+        " rate in the script; lengthen the script's warm-up, clip its gradients, or compute in fp32 or bf16 there",
     ),
     "device_fault": FailureKind(
         "a device or a node was faulty",
@@ -120,6 +130,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         JobFailed,
         "once more",
         "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
+        "a GPU refused what a kernel did: if it does so again and on another node, the script or a library is wrong",
         names_host=True,
     ),
     "disk": FailureKind(
@@ -157,8 +168,10 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "a limit of the node was reached (open files, processes, threads)",
         JobFailed,
         "paused",
-        "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower train.workers or the"
-        " script's loader workers; the same command goes on from the newest checkpoint",
+        "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower"
+        " train.workers; the same command goes on from the newest checkpoint",
+        "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower the script's loader workers"
+        " (train.workers where its command has {{workers}}); the same command goes on from the newest checkpoint",
         names_host=True,
         final_if_again=True,
     ),
@@ -191,7 +204,7 @@ FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
         "the next stage of train.ramp has more nodes",
         JobFailed,
         "more nodes",
-        "the next stage of train.ramp has more nodes; the same command goes on there",
+        "the next stage of a batch that grows has more nodes; the same command goes on there",
     ),
     "unknown": FailureKind(
         "nothing tells what it was",

@@ -15,6 +15,7 @@ from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.launchers import CHILD_KILLED, ENDED_BY_SIGNAL
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
 
 Scope = Literal["log", "error", "system error", "traceback"]
@@ -483,21 +484,16 @@ def _severity(failure: Failure) -> int:
     return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity
 
 
-_OF_A_SCRIPT = "correct the script or its section and run the same command again; tula logs shows what the script wrote"
-
-
-def advice(outcome: OutcomeClass, words: str = "", *, script: bool = False, cluster: Cluster | None = None) -> str:
+def advice(outcome: OutcomeClass, words: str = "", *, spec: JobSpec | None = None) -> str:
     """Return one line: what the user can do about it, by what was told of it where that says more than its class.
 
     Args:
         outcome: its class.
         words: what was told of it.
-        script: whether a script of the user's own ran, not tula's loop.
-        cluster: where it ran; None: where tula's own schedulers start jobs.
+        spec: the job that ended so; None: one of tula's own loop on this machine.
     """
-    if script and outcome == "user":
-        return _OF_A_SCRIPT
-    hint = FAILURE_KINDS[outcome].advised(cluster or Cluster())
+    cluster, script = (Cluster(), False) if spec is None else (spec.cluster, spec.script is not None)
+    hint = FAILURE_KINDS[outcome].advised(cluster, script=script)
     return next((what_to_do for what_to_do, _ in _faults(words)), hint) if outcome == "device_fault" else hint
 
 

@@ -96,7 +96,7 @@ class Forecast(Known):
         seen = list(results)
         measured = sorted(_of(seen, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
         ooms = _of(seen, OutOfMemory)
-        require_some(measured, ooms, _of(seen, Failed))
+        require_some(measured, ooms, _of(seen, Failed), script=spec.script is not None)
         require_one_hardware([*measured, *others.probes])
         footprints = inspection.footprints if inspection else ()
         steps, held_up = fitted(spec, [*measured, *others.probes], [*trained, *others.trained])

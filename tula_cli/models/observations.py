@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import claims, refresh
+from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
 from tula_cli.models.ramp.by_noise import NoisePath, stages_doubted
 from tula_cli.models.time.noise import centre
 from tula_cli.models.time.steptime import Observation
@@ -138,15 +139,16 @@ def _memory_unknown(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     ]
 
 
-def require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed]) -> None:
+def require_some(
+    measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed], *, script: bool
+) -> None:
     if measured:
         return
     if ooms and not failed:
         least = min(oom.local_batch for oom in ooms)
         raise Infeasible(
             f"out of memory in every probe, down to a local batch of {least}",
-            "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
-            " train.precision: bf16",
+            LESS_MEMORY_FOR_SCRIPT if script else LESS_MEMORY,
         )
     if failed:
         raise TooFew(

@@ -26,6 +26,13 @@ class Fallback:
     words: str  # what failed and what is done, for people
 
 
+LESS_MEMORY = (
+    "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
+    " train.precision: bf16"
+)
+LESS_MEMORY_FOR_SCRIPT = "search more nodes, lower search.min_batch, or have the script use more accumulation, activation checkpointing or bf16"
+
+
 def cannot_accumulate(spec: JobSpec) -> str:
     """Return why a job's micro-batches stay as they are after an out-of-memory; empty where they need not."""
     if spec.train.oom == "shrink":

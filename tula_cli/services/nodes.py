@@ -313,7 +313,9 @@ def _failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     if job.scheduler == "slurm":
         ended = scheduler.ended_how(job.scheduler_id)
         if last is None and ended is not None:
-            return JobFailed(f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advice(ended))
+            return JobFailed(
+                f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advice(ended, spec=task.spec)
+            )
         blind = set(range(task.nodes)) - _nodes_seen(run, task, job)
         if blind:
             return _unshared(run, task, job, blind)
@@ -321,7 +323,7 @@ def _failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
         return JobFailed(f"{job.id} ended before its ranks could report: {_last_words(run, job)}", advice("unknown"))
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
     outcome = last.outcome if last.outcome != "done" else "unknown"
-    hint = advice(outcome, cluster=task.spec.cluster)
+    hint = advice(outcome, last.message, spec=task.spec)
     return FAILURE_KINDS[outcome].error(f"{job.id} failed{where}: {last.message}", hint)
 
 

@@ -294,12 +294,11 @@ def _nothing_measured(found: ProfileReport, spec: JobSpec | None) -> Exception:
         first = found.failed[0]
         alike = all(result.outcome == first.outcome for result in found.failed)
         kind = FAILURE_KINDS[first.outcome].error if alike else JobFailed
-        script, cluster = (spec.script is not None, spec.cluster) if spec is not None else (False, None)
-        return kind(f"{first.id} failed: {first.message}", advice(first.outcome, script=script, cluster=cluster))
+        return kind(f"{first.id} failed: {first.message}", advice(first.outcome, first.message, spec=spec))
     if found.out_of_memory:
         first_oom = found.out_of_memory[0]
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
-            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
+            advice("device_oom", spec=spec),
         )
     return BadMeasurements("no probe has a result", "run tula profile again; tula status tells what became of the jobs")

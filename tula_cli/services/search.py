@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.choice.grid import Config, Limit, candidates, highest
-from tula_cli.models.out_of_memory import ruled_out
+from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, ruled_out
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -240,8 +240,7 @@ def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> 
     return Infeasible(
         f"out of memory before anything ran: at most {highest(max_local_batch)} samples fit one GPU, the smallest local batch is"
         f" {least}",
-        "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
-        " train.precision: bf16",
+        LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
     )
 
 

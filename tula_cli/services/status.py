@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import RunGone, SchedulerError
+from tula_cli.errors import RunGone, SchedulerError, TulaError
 from tula_cli.models import halving
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import names
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -371,19 +371,42 @@ def _waits(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:
 # --- ending
 
 
-def cancel(run: RunDir, launcher: Launcher) -> list[str]:
-    """End the run's own jobs that are queued or running; return their ids. Those that cannot be read are left out.
+def cancel(parts: Sequence[Part], launcher_for: Callable[[Part], Launcher]) -> list[str]:
+    """End the parts' own jobs that are queued or running; return their names. Those that cannot be read are left out.
 
-    Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile.
+    Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile. A job, or a part,
+    that cannot be cancelled keeps none of the others.
 
     Raises:
         NotYours: the run is another user's.
+        TulaError: some could not be cancelled; it names them, and those that were.
     """
-    require_own(run.path)
-    look = run.read()
-    states = launcher.states(look, look.jobs)
-    going_on = [job for job in look.jobs if states[job.id].state != "ended"]
-    for job in going_on:
-        run.cancel(job.id)
-        launcher.cancel(run, job)
-    return [job.id for job in going_on]
+    for part in parts:
+        require_own(part.run.path)
+    cancelled: list[str] = []
+    failures: dict[str, TulaError] = {}
+    for part in parts:
+        try:
+            launcher, look = launcher_for(part), part.run.read()
+            states = launcher.states(look, look.jobs)
+        except TulaError as error:
+            failures[f"all jobs of {part.name}" if part.name else "all jobs"] = error
+            continue
+        for job in look.jobs:
+            if states[job.id].state == "ended":
+                continue
+            (name,) = part.named([job.id])
+            try:
+                part.run.cancel(job.id)
+                launcher.cancel(part.run, job)
+                cancelled.append(name)
+            except TulaError as error:
+                failures[name] = error
+    if len(failures) == 1 and not cancelled:
+        raise next(iter(failures.values()))
+    if failures:
+        raise SchedulerError(
+            f"not cancelled: {'; '.join(f'{name} ({error.message})' for name, error in failures.items())}",
+            f"run tula cancel again, or end them by the scheduler's own command; cancelled: {', '.join(cancelled) or 'none'}",
+        )
+    return cancelled

@@ -48,7 +48,9 @@ class WaitPolicy:
     def interruption(self, parts: Iterable[tuple[Part, Launcher]], *, hint: str, message: str) -> Interruption:
         """Return what to raise on Ctrl-C: jobs of all parts go on unless they are to be cancelled, which is done here."""
         if self.cancel_on_interrupt:
-            ended = [job for part, launcher in parts for job in part.named(status.cancel(part.run, launcher))]
+            parts = tuple(parts)
+            launchers = {part.name: launcher for part, launcher in parts}
+            ended = status.cancel([part for part, _ in parts], lambda part: launchers[part.name])
             return Interruption(f"interrupted; cancelled {', '.join(ended) or 'nothing'}")
         return Interruption(message, hint)
 

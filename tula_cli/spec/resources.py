@@ -89,6 +89,11 @@ class Cluster(Section):
         return "cluster.slurm.memory" if self.kind in KINDS else "cluster.scheduler.options"
 
     @property
+    def more_memory(self) -> str:
+        """What the user can do about a node's memory that was used up."""
+        return "end other programs there" if self.kind == "local" else f"ask for more with {self.memory_setting}"
+
+    @property
     def python(self) -> str | None:
         """The shell's words that start the python of jobs; None for the one that runs now."""
         own = self.own_scheduler or self.slurm

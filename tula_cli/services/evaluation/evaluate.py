@@ -225,5 +225,5 @@ def report(run: RunDir, task: EvaluateTask) -> Evaluated:
             f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
         )
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
-    hint = advice(last.outcome, last.message, cluster=task.spec.cluster)
+    hint = advice(last.outcome, last.message, spec=task.spec)
     raise FAILURE_KINDS[last.outcome].error(f"evaluation failed{where}: {last.message}", hint)

@@ -34,6 +34,7 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
     if attempt.outcome is None or attempt.outcome == "done":
         return Pending(f"training {task.signature} has not ended", "tula status shows where it stands")
     where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
+    hint = advice(attempt.outcome, attempt.message, spec=task.spec)
     message = f"training ended at attempt {task.attempt}{where}: {attempt.message}"
     if attempt.outcome == "cancelled":
         return JobFailed(message, CANCELLED)
@@ -41,17 +42,16 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
         cut = f" with micro-batches of {micro_batch(task)}" if task.splits > 1 else ""
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest batch, {task.batch}{cut}: {attempt.message}",
-            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
+            hint,
         )
     if attempt.outcome == "diverged":
         stays = f"; the checkpoint at {kept} samples is finite and stays" if kept else ""
         limit = task.max_lr_factor
         again = "" if limit is None else f"; it had been restarted with train.max_lr_factor {limit:g}"
-        return Diverged(f"{message}{again}{stays}", advice(attempt.outcome))
+        return Diverged(f"{message}{again}{stays}", hint)
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
-        return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", advice(attempt.outcome, attempt.message))
-    hint = advice(attempt.outcome, script=task.spec.script is not None, cluster=task.spec.cluster)
+        return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", hint)
     return FAILURE_KINDS[attempt.outcome].error(message, hint)
 
 

@@ -15,7 +15,7 @@ from tula_cli.run.records.results import Branch, StageDecision, StepChange
 from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
-from tula_cli.spec.resources import Cluster
+from tula_cli.spec.job import JobSpec
 
 JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
@@ -168,8 +168,7 @@ def job_status(
     tasks, attempts = look.tasks_of(job.id), by_clock_of_files(look, look.attempts_of(job.id))
     progress = progress_of(look, tasks, results)
     recent = [attempt for attempt in attempts if _of_submission(attempt, job)]
-    cluster = tasks[-1].spec.cluster
-    state, reason = _state(progress, recent, scheduler, cluster, cancelled=look.cancelled_by(job.id))
+    state, reason = _state(progress, recent, scheduler, tasks[-1].spec, cancelled=look.cancelled_by(job.id))
     if state == "lost" and recent and _just_ended(recent[-1], progress, now, grace=grace(job.scheduler)):
         state, reason = "running", "it has ended well: its results are on their way here"
     if scheduler.released and state in ("failed", "diverged", "lost"):
@@ -260,7 +259,7 @@ def progress_of(look: Snapshot, tasks: list[JobTask], results: Results) -> _Prog
 
 
 def _state(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, cluster: Cluster, *, cancelled: str
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec, *, cancelled: str
 ) -> tuple[JobState, str]:
     """Return a job's state: results first, then the user's cancel, then the scheduler, then the attempts."""
     live = scheduler.state in ("pending", "running")
@@ -274,25 +273,25 @@ def _state(
         return "queued", scheduler.reason
     if scheduler.state == "running":
         return "suspended" if scheduler.suspended else "running", scheduler.reason
-    return _state_from_attempts(progress, attempts, scheduler, cluster)
+    return _state_from_attempts(progress, attempts, scheduler, spec)
 
 
 def _state_from_attempts(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, cluster: Cluster
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec
 ) -> tuple[JobState, str]:
     last = attempts[-1] if attempts else None
     if last is not None and last.ended_at is not None:
-        if scheduler.state == "unknown" and leaves_allocation(last.outcome, cluster):
+        if scheduler.state == "unknown" and leaves_allocation(last.outcome, spec.cluster):
             return "queued", scheduler.reason  # the next link of its chain goes on
         measured = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
             return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
         if last.outcome == "diverged":
-            return "diverged", f"{last.message}; {advice(last.outcome)}"
+            return "diverged", f"{last.message}; {advice(last.outcome, spec=spec)}"
         if last.outcome == "device_fault":
-            return "failed", f"{last.message} on {last.host}; {advice(last.outcome, last.message)}"
+            return "failed", f"{last.message} on {last.host}; {advice(last.outcome, last.message, spec=spec)}"
         words = last.message or f"ended with {progress.done} of {progress.total} probes"
-        who = "SLURM" if cluster.kind == "slurm" else "its scheduler"
+        who = "SLURM" if spec.cluster.kind == "slurm" else "its scheduler"
         verdict = (
             "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" ({who}: {scheduler.reason})"
         )

@@ -1,0 +1,166 @@
+"""Each key that a hint names can be written into the file of the job that gets it: a script's, or one of tula's own loop."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import make_runs as make
+import pytest
+from pydantic import BaseModel
+
+from tula_cli.errors import Infeasible, TulaError
+from tula_cli.host.device_faults import DEVICE_FAULTS
+from tula_cli.host.failure_kinds import FAILURE_KINDS
+from tula_cli.host.outcome import advice
+from tula_cli.models.observations import require_some
+from tula_cli.run.directory import RunDir
+from tula_cli.run.imports import Source
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.probes import OutOfMemory
+from tula_cli.run.records.tasks import TrainTask, probe_id
+from tula_cli.services import profile
+from tula_cli.services.progress.ending import failure_of
+from tula_cli.services.search import feasible
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.section import OWN_LOOP, TRAIN
+
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "this machine": {},
+    "slurm": {"kind": "slurm"},
+    "own scheduler": {"kind": "my.queue:Queue"},
+}
+WORDS = {
+    "memory": "CUDA error: uncorrectable ECC error encountered",
+    "link": "uncorrectable NVLink error",
+    "gone": "GPU has fallen off the bus",
+    "busy": "all CUDA-capable devices are busy or unavailable",
+    "fabric": "Error 802: system not yet initialized",
+    "driver": "Failed to initialize NVML: Driver/library version mismatch",
+    "mps": "cudaErrorMpsServerNotReady",
+    "locked memory": "ibv_reg_mr failed: Cannot allocate memory",
+    "no GPU": "RuntimeError: No CUDA GPUs are available",
+}
+JOBS = [(who, where) for who in ("script", "own loop") for where in CLUSTERS]
+
+
+def spec_of(who: str, where: str) -> JobSpec:
+    cluster = {"gpus_per_node": 2, **CLUSTERS[where]}
+    if who == "own loop":
+        return make.spec(cluster=cluster)
+    return make.script_spec(cluster, epochs=3)
+
+
+def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """Yield every hint of an end, with what it is about."""
+    run = RunDir.create(tmp_path, spec)
+    of_queues = {"time_limit"} if spec.cluster.kind == "local" else set()
+    for outcome in sorted(FAILURE_KINDS.keys() - of_queues):
+        yield outcome, advice(outcome, "it ended so", spec=spec)
+        yield f"a training: {outcome}", _end_of_training(run, outcome).hint
+        yield f"all probes: {outcome}", _end_of_probes(spec, outcome, tmp_path / outcome).hint
+    for name, words in WORDS.items():
+        yield name, advice("device_fault", words, spec=spec)
+    with pytest.raises(Infeasible) as caught:
+        feasible(spec, dataset_size=10_000, max_local_batch=1)
+    yield "before anything ran", caught.value.hint
+    make.add_out_of_memory(run, 1, 16)
+    oom = run.result(probe_id(1, 16))
+    assert isinstance(oom, OutOfMemory)
+    with pytest.raises(Infeasible) as caught:
+        require_some([], [oom], [], script=spec.script is not None)
+    yield "in every probe", caught.value.hint
+
+
+def _end_of_training(run: RunDir, outcome: OutcomeClass) -> TulaError:
+    make.add_training(run)
+    task = run.training("ab12cd34").newest_task()
+    assert isinstance(task, TrainTask)
+    last = make.attempt(task.id, end=2e9, outcome=outcome, message="so it was", rank=0)
+    return failure_of(task, [last], kept=0)
+
+
+def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaError:
+    run = RunDir.create(folder, spec)
+    make.add_probes(run, 1, (32,))
+    if outcome == "device_oom":
+        make.add_out_of_memory(run, 1, 32)
+    else:
+        make.add_failed(run, 1, 32, "so it was", outcome=outcome)
+    plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
+    with pytest.raises(TulaError) as caught:
+        profile.report(run, plan)
+    return caught.value
+
+
+KEY = re.compile(
+    r"\b(?:train|search|cluster|script|ags|pricing|export|model|dataset|transforms|loss|optimizer|schedule|auto)\.[a-z_]+(?:\.[a-z_]+)*"
+)
+
+
+def is_valid(key: str, spec: JobSpec) -> bool:
+    """Return whether a job of that kind may have the key in its file."""
+    section, *path = key.split(".")
+    if spec.script is not None and (section in OWN_LOOP or (section == "train" and path[0] not in TRAIN)):
+        return False
+    if spec.script is None and section == "script":
+        return False
+    kind = {"slurm": "slurm", "local": ""}.get(spec.cluster.kind, "scheduler")
+    if section == "cluster" and path[0] in ("slurm", "scheduler") and path[0] != kind:
+        return False
+    part: Any = JobSpec
+    for name in (section, *path):
+        if part is None or name not in part.model_fields:
+            return False
+        annotation = part.model_fields[name].annotation
+        part = next((each for each in (annotation, *get_args(annotation)) if _is_section(each)), None)
+    return True
+
+
+def _is_section(each: Any) -> bool:
+    return isinstance(each, type) and issubclass(each, BaseModel)
+
+
+def unconditional(hint: str) -> str:
+    """Return a hint without what it says of SLURM alone."""
+    return re.sub(r"\(on SLURM: [^)]*\)", "", hint)
+
+
+@pytest.mark.parametrize(("who", "where"), JOBS)
+def test_each_key_that_a_hint_names_can_stand_in_the_jobs_file(who: str, where: str, tmp_path: Path) -> None:
+    spec = spec_of(who, where)
+    wrong = [
+        (about, key, hint)
+        for about, hint in hints(spec, tmp_path)
+        for key in KEY.findall(unconditional(hint))
+        if not is_valid(key, spec)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(("who", "where"), JOBS)
+def test_placeholders_that_a_hint_names_are_known_and_of_scripts_alone(who: str, where: str, tmp_path: Path) -> None:
+    for about, hint in hints(spec_of(who, where), tmp_path):
+        assert "{{" not in hint and "\n" not in hint, about
+        assert who == "script" or not names(hint), about
+
+
+def test_all_faults_of_devices_are_tried() -> None:
+    assert {advice("device_fault", words) for words in WORDS.values()} == {words for words, _ in DEVICE_FAULTS}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        ("diverged", "script.reference.lr"),
+        ("device_oom", "have the script use"),
+        ("host_oom", "the script's loader workers"),
+        ("user", "correct the script"),
+        ("device_error", "the script or a library"),
+    ],
+)
+def test_an_end_of_a_script_is_told_as_the_scripts(outcome: OutcomeClass, words: str, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, spec_of("script", "slurm"))
+    assert words in _end_of_training(run, outcome).hint
+    assert words in _end_of_probes(run.spec(), outcome, tmp_path / "probes").hint

@@ -83,6 +83,21 @@ def test_a_command_dies_with_the_process_that_waits_for_it(kill: signal.Signals,
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
+def test_a_guard_that_is_sent_signals_again_and_again_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel sends one for each thread of the process that has waited."""
+    command = [sys.executable, "-m", "tula_cli.host.guard", *program(LEFT["a daemon"], ends=False)]
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as guard:
+        deadline = time.monotonic() + 30
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        while guard.poll() is None:
+            guard.send_signal(signal.SIGTERM)
+    assert guard.returncode == 128 + signal.SIGTERM
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
 def test_a_command_that_prints_without_end_is_not_held_in_memory() -> None:
     code = "import sys\nfor _ in range(3000): sys.stdout.write('x' * 2**16)\nprint('the end')"
     done = run_command([sys.executable, "-c", code], timeout=60)

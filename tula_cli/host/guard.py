@@ -14,21 +14,33 @@ from collections.abc import Sequence
 
 from tula_cli.host.processes import adopting, children_of
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 def main(command: Sequence[str]) -> int:
     """Run a command; return its exit code, 128 + N if signal N killed it."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for number in STOP_SIGNALS:
+        signal.signal(number, _exit)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # elsewhere than on Linux the process group is killed, and no more
             stack.enter_context(adopting())
         try:
             code = subprocess.Popen(command).wait()
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
+            _ignore_stop_signals()
             kill_descendants()
     return code if code >= 0 else 128 - code
+
+
+def _exit(number: int, _: object) -> None:
+    """Exit once: as tula ends, the kernel sends its signal for each of its threads, and a second exit would spare descendants."""
+    _ignore_stop_signals()
+    sys.exit(128 + number)
+
+
+def _ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def kill_descendants(patience: float = 10.0) -> None:

@@ -110,3 +110,11 @@ def test_a_finite_loss_that_stays_high_is_a_divergence_where_a_ramp_has_raised_t
     assert (subject.losses.lr_factor, subject.losses.sound) == (2.0, before)
     for other in (spec(train={"epochs": 12}), spec(train={**RAMP["train"], "lr_scaling": "none"})):
         assert blown_up(trainer(other, alone, batch=16), at=30)[0].look() == ""
+
+
+def test_a_loss_that_rises_with_the_batch_of_a_decay_is_a_divergence_too(alone: Ranks) -> None:
+    decay = {"train": {"method": "lbt", "ramp": "decay", "epochs": 12}, "schedule": {"kind": "cosine"}}
+    subject = trainer(spec(**decay), alone, batch=16)
+    watch, _ = blown_up(subject, at=76)
+    assert watch.look().startswith("the loss rose from 0.100 and has not recovered: 5.00 at epoch 12.00, step ")
+    assert subject.losses.lr_factor == 2.0, "of which half is what a restart takes"

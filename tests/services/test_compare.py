@@ -932,6 +932,31 @@ def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
     assert told.startswith("one seed: script.command has no {seed}")
 
 
+@pytest.mark.parametrize("of_script", [True, False])
+@pytest.mark.parametrize(
+    ("batches", "below"),
+    [
+        ((8,), (8,)),
+        ((16,), (16,)),
+        ((32,), (32,)),
+        ((64,), ()),
+        ((8, 64), (8,)),
+        ((8, 32, 64), (8, 32)),
+        ((64, 128), ()),
+    ],
+)
+def test_batches_that_are_not_above_the_reference_are_named(
+    of_script: bool, batches: tuple[int, ...], below: tuple[int, ...], tmp_path: Path
+) -> None:
+    spec = script_job() if of_script else make.spec(train={"epochs": 2, "reference_batch": 32})
+    assert spec.train.reference_batch == 32
+    run = RunDir.create(tmp_path, spec)
+    told = services_compare.plan(run, spec, Grid(("lbt", "lrs"), batches, 1, 1), inspect=inspect, now=1.0).warnings
+    named = [text for text in told if "the reference batch, 32" in text]
+    assert [int(text.split()[1]) for text in named] == list(below)
+    assert all(("script.reference.batch" in text) == of_script for text in named)
+
+
 def test_methods_of_a_script_are_those_that_run_on_it() -> None:
     assert services_compare.default_rows(script_job(), nodes=2).methods == ("lbt", "lrs", "sqrt", "ags")
     assert services_compare.default_rows(script_job(), nodes=1).methods == ("lbt", "lrs", "sqrt"), (

@@ -329,6 +329,39 @@ def test_a_training_run_half_way(run):
     assert now.jobs[0].node_hours_left == pytest.approx(2 * 70 / 3600)
 
 
+@pytest.mark.parametrize(
+    ("said", "flags", "attempts", "left"),
+    [
+        # the last row is of START + 50 and says 80 s; it is START + 650 now, or START + 70
+        ("pending", {}, [{"end": START + 55, "outcome": "preempted"}], 80),
+        ("pending", {}, [{"end": START + 55, "outcome": "time_limit"}], 80),
+        ("pending", {}, [{"end": START + 55, "outcome": "node_failure"}], 80),
+        ("pending", {}, [{}], 80),  # killed with its node: nobody has closed the attempt
+        ("pending", {"held": True}, [{"end": START + 55, "outcome": "disk"}], 80),
+        ("running", {"suspended": True}, [{}], 80),
+        ("running", {}, [{"end": START + 55, "outcome": "preempted"}], 80),  # in its next job, whose ranks start
+        ("running", {}, [{"end": START + 55, "outcome": "signal"}, {"start": START + 640}], 80),
+        ("unknown", {}, [{"end": START + 55, "outcome": "preempted"}], 80),
+        ("unknown", {}, [{"end": START + 55, "outcome": "storage"}, {"start": START + 640}], 80),
+        ("running", {}, [{}], 60),
+        ("running", {}, [{"end": START + 5, "outcome": "preempted"}, {"start": START + 10}], 60),
+        ("unknown", {}, [{}], 60),
+    ],
+)
+def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, flags, attempts, left):
+    on_slurm = RunDir.create(tmp_path, make.spec(cluster={"kind": "slurm"}))
+    name = make.add_training(on_slurm, rows=make.metrics(START + 60))
+    on_slurm.write_job(make.job(name, nodes=2, scheduler="slurm"))
+    for number, changes in enumerate(attempts, 1):
+        on_slurm.write_attempt(make.attempt(f"{name}-1", number=number, **changes))
+    now = START + (650 if left == 80 else 70)
+    seen = services_status.snapshot(on_slurm, make.FakeLauncher({name: said}, flags=flags), now=now)
+    (job,) = seen.jobs
+    assert (job.state in job_status.ACTIVE) == (job.left is not None)
+    assert job.left in (None, left) and seen.training.eta == job.left
+    assert (job.left is None) == bool(flags.get("held")), job.state
+
+
 def test_a_training_run_before_its_first_row(run):
     name = make.add_training(run)
     train = services_status.snapshot(run, make.FakeLauncher({name: "pending"}), now=START).training

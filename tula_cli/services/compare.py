@@ -250,6 +250,12 @@ def why_not(spec: JobSpec, method: str) -> str:
 def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
     """Say which methods cannot be judged by this job."""
     facts = [variant_of(method).facts for method in grid.methods if method not in VARIANTS]
+    reference = spec.train.reference_batch
+    key = "train.reference_batch" if spec.script is None else "script.reference.batch"
+    for batch in grid.batches:
+        if batch <= reference:
+            how = "below" if batch < reference else "not above"
+            yield f"batch {batch} is {how} the reference batch, {reference} ({key}): its rows have no gap of a large batch to recover"
     if grid.nodes * spec.cluster.gpus_per_node == 1:
         yield from (own.on_one_gpu for own in facts if own.on_one_gpu)
     if spec.script is not None:  # the warm-up is the script's own

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.launcher import Launcher
+from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.errors import RunGone, SchedulerError, TulaError
 from tula_cli.models import halving
 from tula_cli.run.directory import Part, RunDir
@@ -107,9 +108,9 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
     results = {result.id: result for result in look.results}
     pace = pace_of(look.results, look.attempts)
     tasks = [task for task in look.tasks if only is None or task.job in only]
-    training = _training(look, tasks, now=now)
     tasked = [job for job in look.jobs if (only is None or job.id in only) and look.tasks_of(job.id)]
     states = launcher.states(look, tasked)
+    training = _training(look, tasks, states, now=now)
     jobs = [job_status(look, job, results, states[job.id], pace=pace, training=training, now=now) for job in tasked]
     moving = {status.id for status in jobs if status.state in ACTIVE}
     if training is not None and not training.finished and training.job not in moving:
@@ -163,7 +164,9 @@ def _story(tasks: Sequence[JobTask], attempts: Sequence[Attempt]) -> tuple[Attem
 # --- training
 
 
-def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> TrainingStatus | None:
+def _training(
+    look: Snapshot, tasks: Iterable[JobTask], states: Mapping[str, SchedulerState], *, now: float
+) -> TrainingStatus | None:
     """Return the state of that training of these tasks which was worked on last."""
     newest = _newest_train_task(look, tasks)
     if newest is None:
@@ -175,6 +178,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
+    row = _newest_with_eta(rows)
     script, stage = newest.spec.script, _stage(rows, result, files.stage_decisions(), nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
     ended = files.summary() if result is not None else None
@@ -198,7 +202,11 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         beta2=next((row.get("beta2") for row in reversed(rows) if row["kind"] in ("start", "stage")), None),
         step_time=latest.get("step_time") if ended is None or ended.actual_step is None else ended.actual_step,
         predicted_step=None if prediction is None else prediction.step_time,
-        eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now - files.clock_ahead(rows)),
+        eta=_eta(
+            row,
+            finished=result is not None,
+            now=now - files.clock_ahead(rows) if _is_training(look, newest.job, states.get(newest.job), row) else None,
+        ),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
         tuning=_tuning(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
@@ -260,14 +268,22 @@ def _tuning(found: Tuning | None) -> TuningStatus | None:
     return TuningStatus(names[turn.arm], done + 1, count, turn.rung, None, found.branches)
 
 
-def _eta(last_row: Mapping[str, Any], *, finished: bool, now: float) -> float | None:
-    """Return the seconds left: what the last row said, less the time since."""
+def _is_training(look: Snapshot, job: str, scheduler: SchedulerState | None, row: Mapping[str, Any]) -> bool:
+    """Return whether the attempt that has written a row still trains: it has not ended, nor does its job wait."""
+    if scheduler is not None and (scheduler.state == "pending" or scheduler.suspended):
+        return False
+    attempts = look.attempts_of(job)
+    return not attempts or (attempts[-1].ended_at is None and row.get("time", 0.0) >= attempts[-1].started_at)
+
+
+def _eta(last_row: Mapping[str, Any], *, finished: bool, now: float | None) -> float | None:
+    """Return the seconds left: what the last row said, less the time since; all of it while nothing trains (`now` is None)."""
     if finished:
         return 0.0
     if last_row.get("eta") is None:
         return None
-    left: float = last_row["eta"] - (now - last_row["time"])
-    return max(0.0, left)
+    since = 0.0 if now is None else now - last_row["time"]
+    return max(0.0, float(last_row["eta"]) - since)
 
 
 # --- waiting

@@ -130,7 +130,6 @@ class StepTimeFit:
     model: Overlap = field(repr=False)
     _scope: _Scope = field(repr=False)
     _seen: tuple[Observation, ...] = field(repr=False)
-    _additive: Floats | None = field(repr=False)  # coefficients of the second opinion
 
     @property
     def determined_exactly(self) -> bool:
@@ -225,10 +224,14 @@ class StepTimeFit:
         It knows nothing of overlap or of other clusters and is right where little is overlapped. None where there are
         too few probes for it.
         """
-        if self._additive is None:
+        if self._scope.levels:
             return None
+        seen = self.points(
+            *([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
+        )
+        coefficients = additive(seen.replicas, seen.local_batch, np.array([o.seconds for o in self._seen]))
         replicas = nodes if self._scope.across else gpus_per_node
-        return float((additive_rows([replicas], [local_batch]) @ self._additive)[0])
+        return None if coefficients is None else float((additive_rows([replicas], [local_batch]) @ coefficients)[0])
 
 
 def cannot_predict(what: str, why: str) -> BadMeasurements:
@@ -275,7 +278,6 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
         model=model,
         _scope=scope,
         _seen=tuple(seen),
-        _additive=None if scope.levels else additive(points.replicas, points.local_batch, seconds),
     )
 
 

@@ -1379,6 +1379,35 @@ def test_no_command_imports_what_it_does_not_need(here, words, allowed):
     assert done.stderr.endswith("imported:\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "imported"),
+    [
+        ("recommend", {"kneed"}),
+        ("recommend --validate", {"kneed"}),
+        ("recommend --objective cost --json", set()),
+        ("recommend --explain", {"kneed", "statsmodels"}),
+        ("report", {"kneed"}),
+        ("status --json", set()),
+        ("check job.yaml --offline", set()),
+        ("profile job.yaml --set search.strategy=adaptive --dry-run", set()),
+        ("train --dry-run", set()),
+        ("list", set()),
+        ("logs", set()),
+    ],
+)
+def test_statsmodels_is_imported_to_explain_alone(here, words, imported):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    for nodes in (1, 2):
+        make.add_probes(run, nodes, (16, 32, 64))
+    code = (
+        f"import sys; from tula_cli.cli import app; app.run({words.split()}); "
+        "print('imported:', *sorted({'statsmodels', 'matplotlib', 'kneed', 'patsy', 'formulaic'} & set(sys.modules)), file=sys.stderr)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, env=environ)
+    assert done.stderr.splitlines()[-1].split()[1:] == sorted(imported), done.stderr
+
+
 # --- several types of nodes
 
 TYPES = {
@@ -1573,6 +1602,29 @@ def test_a_run_judges_the_strategies_by_its_own_probes(cluster):
     rows = tula("recommend", "--validate", "--json").json["data"]["validation"][""]
     assert [row["strategy"] for row in rows][-1] == "full" and all(0 <= row["median"] <= row["p90"] for row in rows)
     assert "validation" not in tula("recommend", "--json").json["data"]
+
+
+def test_explain_shows_how_the_fit_was_made_and_the_summaries_of_its_regressions(cluster):
+    tula("profile", "job.yaml", "--set", "search.strategy=full")
+    plain, explained = tula("recommend"), tula("recommend", "--explain")
+    for text in ("fit: step = compute", "GLS Regression Results", "OLS Regression Results", "1 - 1/N", "micro-batch"):
+        assert text in explained.out and text not in plain.out
+    assert "--explain" in plain.out
+    without, data = (tula("recommend", "--json", *more).json["data"] for more in ([], ["--explain"]))
+    summaries = data.pop("explanation")[""]
+    assert {**data, "created_at": 0} == {**without, "created_at": 0}
+    assert [each["name"] for each in summaries] == ["step time", "step time by the paper", "memory", "cost"]
+    for each in summaries:
+        assert each["coefficients"] and all(name in each["summary"] for name in each["coefficients"])
+        assert all(one["standard_error"] >= 0 for one in each["coefficients"].values())
+    assert 0 < summaries[0]["coefficients"]["slope"]["standard_error"] < 0.5, "the probes tell it"
+
+
+def test_explain_says_where_probes_are_too_few_for_a_regression(cluster):
+    tula("profile", "job.yaml", "--set", "search.nodes=[2]", "--set", "search.strategy=partial")
+    explained = tula("recommend", "--explain")
+    assert explained.code == 0 and "GLS Regression Results" in explained.out
+    assert "probes do not determine its 2 coefficients and an error" in explained.out
 
 
 # --- rounds

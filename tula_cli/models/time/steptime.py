@@ -210,6 +210,11 @@ class StepTimeFit:
             np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
         )
 
+    def probed(self) -> tuple[Points, Floats]:
+        """Return where steps were measured, and the seconds that they took."""
+        places = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
+        return self.points(*places), np.array([o.seconds for o in self._seen])
+
     def draws(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
         """Return ln step times as they may be together, shape (count, n), without the noise of a single job; always the same."""
         mean, covariance = self.model.joint(self.points(nodes, gpus_per_node, local_batch))
@@ -226,10 +231,8 @@ class StepTimeFit:
         """
         if self._scope.levels:
             return None
-        seen = self.points(
-            *([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
-        )
-        coefficients = additive(seen.replicas, seen.local_batch, np.array([o.seconds for o in self._seen]))
+        seen, seconds = self.probed()
+        coefficients = additive(seen.replicas, seen.local_batch, seconds)
         replicas = nodes if self._scope.across else gpus_per_node
         return None if coefficients is None else float((additive_rows([replicas], [local_batch]) @ coefficients)[0])
 

@@ -301,7 +301,7 @@ def estimates(slope: float) -> list[Footprint]:
         memory = row.memory.model_copy(
             update={"batch": 0, "activations": size - 40 * MIB, "peak": size, "reserved": size, "libraries": 0}
         )
-        rows.append(row.model_copy(update={"memory": memory, "room": round(1.35 * size)}))
+        rows.append(row.model_copy(update={"memory": memory, "room": round(1.5 * size)}))
     return rows
 
 
@@ -317,25 +317,22 @@ def test_a_process_without_a_limit_has_all_of_it_for_its_tensors() -> None:
 
 def test_an_estimate_on_the_cpu_keeps_room_for_holes_until_probes_have_measured_them() -> None:
     before, after = fit(estimates(15)), fit([*estimates(15), *(on_cpu(size, 57 + 19.5 * size) for size in (8, 64))])
-    assert before.needed(64) == pytest.approx(1.35 * before.peak(64), rel=1e-6)
+    assert before.needed(64) == pytest.approx(1.5 * before.peak(64), rel=1e-6)
     assert after.needed(64) == after.peak(64)
 
 
 @pytest.mark.parametrize(
-    ("truth", "estimate", "gap"),
-    [((57.3, 19.5), 15.0, 97.0), ((45.0, 7.9), 5.1, 41.0)],
-    ids=["a transformer", "a U-Net"],
+    ("peaks", "slope", "actual"),
+    [((73, 110), 4.85, 538), ((161, 166), 1.73, 318), ((41, 61), 3.1, 357)],
+    ids=["ViT", "ResNet-18", "Swin"],
 )
 def test_small_probes_with_holes_in_their_peaks_do_not_set_the_growth(
-    truth: tuple[float, float], estimate: float, gap: float
+    peaks: tuple[int, int], slope: float, actual: int
 ) -> None:
-    fixed, slope = truth
-    first = fixed + 4 * slope
-    model = fit([*estimates(estimate), on_cpu(4, first), on_cpu(8, first + gap)])
-    actual = fixed + 64 * slope
-    believed = first + gap + 56 * gap / 4
-    assert believed > 1.2 * actual, "what the two peaks alone say"
-    assert model.peak(64) / MIB == pytest.approx(actual, rel=0.13)
+    """Peaks at batches 4, 8 and 64, and the estimated growth in MiB a sample, as measured."""
+    first, second = peaks
+    model = fit([*estimates(slope), on_cpu(4, first), on_cpu(8, second)])
+    assert model.peak(64) / MIB == pytest.approx(actual, rel=0.11)
 
 
 def test_probes_far_apart_on_the_cpu_set_the_growth_themselves() -> None:
@@ -344,6 +341,6 @@ def test_probes_far_apart_on_the_cpu_set_the_growth_themselves() -> None:
 
 
 def test_one_probe_on_the_cpu_is_taken_for_holes_first_and_then_for_what_is_fixed() -> None:
-    holes, fixed = (fit([*estimates(15), on_cpu(4, peak)]) for peak in (40 + 1.2 * 60, 40 + 1.3 * 60 + 30))
+    holes, fixed = (fit([*estimates(15), on_cpu(4, peak)]) for peak in (40 + 1.2 * 60, 40 + 1.5 * 60 + 30))
     assert holes.peak(64) / MIB == pytest.approx(40 + 1.2 * 15 * 64, rel=1e-6)
-    assert fixed.peak(64) / MIB == pytest.approx(40 + 30 + 1.3 * 15 * 64, rel=1e-6)
+    assert fixed.peak(64) / MIB == pytest.approx(40 + 30 + 1.5 * 15 * 64, rel=1e-6)

@@ -33,10 +33,10 @@ FAR = 2.0
 """Probes that stretch or flatten the estimated growth by more than this factor are believed, and pointed out."""
 
 
-HEAP_GROWTH, HEAP_GROWTH_SD = 1.3, 0.2
-"""How much faster the peak of a process on the CPU grows with the batch than its tensors do, because freed ones leave holes in
-the heap: mean and standard deviation over eight networks (1.15 to 1.54)."""
-HEAP_NOISE = 10 * 2**20
+HEAP_GROWTH, HEAP_GROWTH_SD = 1.5, 0.2
+"""How much faster the peak of a process on the CPU grows with the batch than its tensors do (holes of freed ones in the heap,
+workspaces): mean, over four networks, and standard deviation."""
+HEAP_NOISE = 5 * 2**20
 """Standard deviation of such a peak from one process to the next, in bytes."""
 
 

@@ -3,7 +3,7 @@
     python benchmarks/memory/memory.py [--models resnet50,gpt2] [--precisions fp32,bf16] [--image 224] [--memory SIZE]
                                        [--heap] [--no-bisection] [--json] [--keep FILE]
 
-For each model and precision (`gpt2` is a transformer of 6 layers of 256 on blocks of 128 bytes): `tula estimate`'s
+For each model and precision (`gpt2` is a transformer of 6 layers of 256 on blocks of 128 bytes): `tula check --memory`'s
 figures; two probes at small batches through the product's own worker; the same worker at larger batches, for the true peaks (with a GPU steps on fixed tensors, for there the loader would take
 hours); and bisection for the largest batch that trains and evaluates, on the CPU each trial in a fresh process. `--keep`
 writes what there is after each model and precision. On the CPU what is freed goes back to the system at once; with `--heap`

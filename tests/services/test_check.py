@@ -1,4 +1,4 @@
-"""`tula check`, `tula estimate` and `tula init`; the inspection, the scheduler and the nodes are stand-ins."""
+"""`tula check` and `tula init`; the inspection, the scheduler and the nodes are stand-ins."""
 
 import re
 import statistics

@@ -347,7 +347,7 @@ def test_footprints_are_told_up_to_the_dataset():
     assert told[0].peak == pytest.approx(told[3].peak, rel=0.02), "one layer's gradient, whatever the batch"
     assert told[-1].peak > 1.05 * told[0].peak
     assert all(memory.peak == memory.reserved and memory.libraries == 0 for memory in told)
-    assert [row.room for row in found] == [memory.peak for memory in told]
+    assert [row.room for row in found] == [round(1.5 * memory.peak) for memory in told], "with holes in the heap"
 
 
 def test_the_local_batch_of_a_footprint_counts_all_micro_batches():

@@ -256,12 +256,14 @@ def _partial(by_nodes: ByNodes) -> dict[int, set[int]]:
 
 
 def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Every batch on the fewest nodes, the smallest on the others, and the one in the middle on the most.
+    """Every batch on the fewest nodes, the smallest on the others, and the one in the middle and the largest on the most.
 
-    There compute and synchronisation take over from each other; where the largest batch is, compute alone is seen again.
+    Around the middle compute and synchronisation take over from each other. The largest shows how much of the synchronisation
+    compute hides, and is often the cheapest.
     """
     chosen = {nodes: {local_batches[0]} for nodes, local_batches in by_nodes.items()}
-    chosen[max(by_nodes)].add(_middle(by_nodes[max(by_nodes)]))
+    many = by_nodes[max(by_nodes)]
+    chosen[max(by_nodes)] |= {_middle(many), many[-1]}
     chosen[min(by_nodes)] = set(by_nodes[min(by_nodes)])
     return chosen
 

@@ -138,6 +138,16 @@ class Overlap:
         """Return derivatives of ln t by z beside those of the local residuals, which follow from what z leaves."""
         return found.of_step - told.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
 
+    @property
+    def whole_steps_alone(self) -> bool:
+        """Whether steps hold synchronisation, and no probe has measured their compute apart from it."""
+        return self._data.whole_steps_alone
+
+    @property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the probes, up to a constant that is the same for all fits to them."""
+        return self._fitted.log_evidence
+
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self._noise(evaluate(self._fitted.z, self._frame.at(points))))
@@ -236,6 +246,11 @@ class _Data:
     def has_compute(self) -> Flags:
         return np.isfinite(self.log_compute)
 
+    @property
+    def whole_steps_alone(self) -> bool:
+        together = ~self.at.points.alone
+        return bool(together.any()) and not bool(self.has_compute[together].any())
+
     def spread_as(self, found: Values, level: float) -> _Spread:
         """Return how the rows spread where the noise is `level` times that of other clusters."""
         has, points, own, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
@@ -287,6 +302,13 @@ class _Fitted:
         """-2 ln of the posterior density, up to a constant."""
         return float(self.residuals @ self.residuals + self.z @ self.z)
 
+    @property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the rows by Laplace's approximation, up to a constant."""
+        whitened = self.spread.whitener @ self.jacobian
+        curvature = np.linalg.slogdet(whitened.T @ whitened + np.eye(len(self.z)))[1]
+        return float(np.linalg.slogdet(self.spread.whitener)[1] - (self.improbability + curvature) / 2)
+
     @cached_property
     def regression(self) -> "RegressionResultsWrapper":
         """Generalised least squares of the linearised model, to which the priors are further rows (one a coordinate)."""
@@ -335,8 +357,7 @@ def _starts(z: Floats, data: _Data) -> list[Floats]:
     Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb
     from little synchronisation ends at the floor.
     """
-    together = ~data.at.points.alone
-    if not together.any() or data.has_compute[together].any():
+    if not data.whole_steps_alone:
         return [z]
     return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
 

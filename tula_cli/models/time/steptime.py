@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.time import overlap as models_time_overlap
+from tula_cli.models.time import mixture
 from tula_cli.models.time.formulas import Points, additive, additive_rows
+from tula_cli.models.time.mixture import Mixture, StepModel
 from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift
-from tula_cli.models.time.overlap import Overlap
 from tula_cli.models.time.priors import PRIORS, Priors
 from tula_cli.words import place, plural
 
@@ -127,7 +127,7 @@ class StepTimeFit:
     words: str  # the fit in one line
     warnings: tuple[str, ...]
     error: float | None  # median relative residual; None where exactly determined
-    model: Overlap = field(repr=False)
+    model: StepModel = field(repr=False)
     _scope: _Scope = field(repr=False)
     _seen: tuple[Observation, ...] = field(repr=False)
     _additive: Floats | None = field(repr=False)  # coefficients of the second opinion
@@ -255,7 +255,7 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
         np.array([o.gpus_per_node for o in seen], dtype=float),
         np.array([o.local_batch for o in seen], dtype=float),
     )
-    model = models_time_overlap.fit(
+    model = mixture.fit(
         points,
         step=seconds,
         compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in seen]),
@@ -350,7 +350,7 @@ def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Flo
 
 
 def _words(
-    model: Overlap, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
+    model: StepModel, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
 ) -> str:
     """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is.
 
@@ -372,7 +372,9 @@ def _words(
         parts.append(_range(sync, [f"{plural(round(count), scope.noun)}{of}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
     said = ", overlapped with synchronisation ".join(parts)
-    alone = " by their whole steps alone" if len(together) and not _apart(observations) else ""
+    alone = ""
+    if isinstance(model, Mixture):
+        alone = f" by their whole steps alone, that compute hides synchronisation is {model.overlapped:.0%} likely"
     trained = sum(o.doubt is not None for o in observations)
     told = plural(len(points) - trained, "probe") + f" and {plural(trained, 'training')}" * bool(trained)
     return f"step = compute {said} ({told}{alone}, {quality})"

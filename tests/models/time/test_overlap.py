@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from statsmodels.regression.linear_model import OLS
 
 from tula_cli.models.time import formulas, priors
 from tula_cli.models.time import overlap as models_time_overlap
@@ -83,6 +84,26 @@ def test_the_fit_is_the_most_probable_one() -> None:
         for away in (-0.1, 0.1):
             z = best.z + away * np.eye(len(best.z))[index]
             assert models_time_overlap._Fitted.at(z, data, spread).improbability > best.improbability
+
+
+@pytest.mark.parametrize("nodes", [(1,), (2, 4), (1, 2, 4, 8, 16)])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_covariance_is_that_of_generalised_least_squares_by_statsmodels(
+    nodes: tuple[int, ...], noise: float
+) -> None:
+    found = fitted(grid(nodes), noise=noise)._fitted
+    assert found.covariance == pytest.approx(found.regression.cov_params(), rel=1e-8, abs=1e-12)
+    assert found.stepped(0.0) == pytest.approx(found.regression.params, rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("damping", [1e-9, 1e-2, 10.0])
+def test_a_damped_step_is_least_squares_with_rows_that_hold_each_coordinate(damping: float) -> None:
+    found = fitted(grid((1, 2, 8)), noise=0.05)._fitted
+    whitener, size = found.spread.whitener, len(found.z)
+    hold = np.diag(np.sqrt(damping * (1 + np.square(whitener @ found.jacobian).sum(axis=0))))
+    rows = np.vstack([whitener @ found.jacobian, np.eye(size), hold])
+    target = np.concatenate([whitener @ (found.off + found.jacobian @ found.z), np.zeros(size), hold @ found.z])
+    assert found.stepped(damping) == pytest.approx(OLS(target, rows).fit().params, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("nodes", [(1, 2, 4, 8, 16), (2, 4, 8, 16)])

@@ -80,8 +80,9 @@ class Overlap:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
         at = self._frame.at(points)
         found, told = self._told(at)
-        variance = self._fitted.regression.get_prediction(self._left(found, told)).var_pred_mean
-        variance = variance + self._unseen(at, found) + self._noise(found)
+        by_z = self._left(found, told)
+        variance = np.einsum("ij,jk,ik->i", by_z, self._fitted.covariance, by_z)
+        variance += self._unseen(at, found) + self._noise(found)
         variance += _rows(at, found).variance(self._frame.priors) - np.square(told).sum(axis=0)
         return found.log_step + told.T @ self._fitted.residuals, np.sqrt(variance)
 
@@ -90,7 +91,7 @@ class Overlap:
         at = self._frame.at(points)
         found, told = self._told(at)
         by_z, rows = self._left(found, told), _rows(at, found)
-        covariance = by_z @ self._fitted.regression.cov_params() @ by_z.T
+        covariance = by_z @ self._fitted.covariance @ by_z.T
         u = self._frame.u.unseen_covariance(np.log(points.local_batch))
         v = self._frame.v.unseen_covariance(np.log(points.replicas))
         covariance += u * np.outer(found.by_compute, found.by_compute)
@@ -155,7 +156,7 @@ class Overlap:
     def posterior(self) -> "Posterior":
         """Return what the probes have made of the priors."""
         own, priors = PARAMETERS, self._frame.priors
-        z, variances = self._fitted.z, np.diag(self._fitted.regression.cov_params())
+        z, variances = self._fitted.z, np.diag(self._fitted.covariance)
         squares = z**2 + variances
         compute, sync = np.split(squares[own:], [len(self._frame.u.places)])
         return Posterior(
@@ -292,7 +293,7 @@ class _Fitted:
     def at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
         return cls(z, *data.off(evaluate(z, data.at)), spread)
 
-    @property
+    @cached_property
     def residuals(self) -> Floats:
         """Independent and of variance 1 where all is as believed."""
         return self.spread.whitener @ self.off
@@ -310,9 +311,31 @@ class _Fitted:
         return float(np.linalg.slogdet(self.spread.whitener)[1] - (self.improbability + curvature) / 2)
 
     @cached_property
+    def whitened(self) -> Floats:
+        """The jacobian of independent rows of variance 1."""
+        return self.spread.whitener @ self.jacobian
+
+    @cached_property
+    def precision(self) -> Floats:
+        """Inverse covariance of the coordinates: what the rows tell, and the priors (1 each)."""
+        return np.asarray(self.whitened.T @ self.whitened + np.eye(len(self.z)))
+
+    @cached_property
+    def covariance(self) -> Floats:
+        """Covariance of the coordinates after the probes; that of `regression`."""
+        return np.asarray(np.linalg.inv(self.precision), dtype=float)
+
+    @cached_property
     def regression(self) -> "RegressionResultsWrapper":
-        """Generalised least squares of the linearised model, to which the priors are further rows (one a coordinate)."""
-        return self._least_squares(np.zeros(len(self.z)))
+        """Generalised least squares of the linearised model by statsmodels, to which the priors are further rows, one a coordinate."""
+        from statsmodels.regression.linear_model import GLS  # takes more than a second, and of use to a summary alone
+
+        rows, size = len(self.off), len(self.z)
+        spread = np.eye(rows + size)
+        spread[:rows, :rows] = self.spread.covariance
+        target = np.concatenate([self.off + self.jacobian @ self.z, np.zeros(size)])
+        model = GLS(target, np.vstack([self.jacobian, np.eye(size)]), sigma=spread)
+        return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
 
     def draws(self, data: _Data, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
         """Return coordinates by their posterior, shape (count, size), and the whitened residuals that each leaves.
@@ -321,7 +344,7 @@ class _Fitted:
         as the posterior has it.
         """
         size, many = len(self.z), _PROPOSED * count
-        root = np.linalg.cholesky(self.regression.cov_params())
+        root = np.linalg.cholesky(self.covariance)
         normal, wider = rng.standard_normal((many, size)), rng.chisquare(_TAILS, (many, 1)) / _TAILS
         off = normal / np.sqrt(wider)
         z = self.z + off @ root.T
@@ -335,20 +358,9 @@ class _Fitted:
 
     def stepped(self, damping: float) -> Floats:
         """Return the coordinates of a Gauss-Newton step, damped by further rows (Marquardt 1963) that hold each where it is."""
-        whitened = self.spread.whitener @ self.jacobian
-        return np.asarray(self._least_squares(damping * (1 + np.square(whitened).sum(axis=0))).params)
-
-    def _least_squares(self, held: Floats) -> "RegressionResultsWrapper":
-        """Fit the linearised model; `held` is the precision with which each coordinate stays as it is."""
-        from statsmodels.regression.linear_model import GLS  # takes more than half a second, and of use to a fit alone
-
-        rows, size = len(self.off), len(self.z)
-        spread = np.eye(rows + 2 * size)
-        spread[:rows, :rows] = self.spread.covariance
-        root = np.diag(np.sqrt(held))
-        target = np.concatenate([self.off + self.jacobian @ self.z, np.zeros(size), root @ self.z])
-        model = GLS(target, np.vstack([self.jacobian, np.eye(size), root]), sigma=spread)
-        return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
+        weight = damping * (1 + np.square(self.whitened).sum(axis=0))
+        target = self.whitened.T @ (self.residuals + self.whitened @ self.z) + weight * self.z
+        return np.linalg.solve(self.precision + np.diag(weight), target)
 
 
 def _starts(z: Floats, data: _Data) -> list[Floats]:
@@ -380,5 +392,5 @@ def _most_probable(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
 def _estimated_noise(noise: float, fitted: _Fitted) -> float:
     """Return the noise that the residuals show, as a multiple of that of other clusters, which count _NOISE_WEIGHT."""
     residuals = fitted.residuals
-    left = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.regression.cov_params())))
+    left = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.covariance)))
     return math.sqrt((_NOISE_WEIGHT + residuals @ residuals * noise**2) / (_NOISE_WEIGHT + left))

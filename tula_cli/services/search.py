@@ -33,9 +33,9 @@ ByNodes = Mapping[int, Sequence[int]]
 
 
 def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
-    """Return what the spec's strategy measures: number of nodes to ascending local batches; of `adaptive` the start.
+    """Return what the spec's strategy measures: number of nodes to ascending local batches.
 
-    A number of nodes on which no batch is feasible is left out.
+    Of `adaptive` it is the first round, of `auto` a sweep (`profiling.worth.with_strategy` decides between them). A number of nodes on which no batch is feasible is left out.
 
     Args:
         spec: search and cluster are read.
@@ -47,7 +47,11 @@ def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[
     """
     found = feasible(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     by_nodes = _by_nodes(spec, found)
-    chosen = STRATEGIES[spec.search.strategy](by_nodes)
+    strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
+    if strategy == "adaptive":
+        chosen = _start(by_nodes, whole_steps=_whole_steps(spec, ()))
+    else:
+        chosen = STRATEGIES[strategy](by_nodes)
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
 
 
@@ -100,7 +104,8 @@ def next_round(
     fitting = {c for c in found if not ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)}
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
-    start = adaptive.first(_by_nodes(spec, fitting or found).items())
+    measured = [result for result in results if isinstance(result, Measured)]
+    start = adaptive.first(_by_nodes(spec, fitting or found).items(), whole_steps=_whole_steps(spec, measured))
     if missing := [probe for probe in start if probe not in known]:
         reasons = [f"{place(*probe)}: one of those to start from" for probe in missing]
         return Round(grouped(missing), tuple(reasons), "")
@@ -124,6 +129,14 @@ def next_round(
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
     return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+
+
+def _whole_steps(spec: JobSpec, measured: Iterable[Measured]) -> bool:
+    """Return whether probes time whole steps alone; before any has told, whether that is to be expected of the job."""
+    together = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
+    if not together:
+        return spec.script is not None or spec.train.sharded
+    return all(probe.compute_time is None for probe in together)
 
 
 def _weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ...]:
@@ -293,11 +306,12 @@ def _two(by_nodes: ByNodes) -> dict[int, set[int]]:
     return {min(by_nodes): {local_batches[0], _middle(local_batches)}}
 
 
-def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
     """The first round of `next_round`."""
     from tula_cli.models.choice.adaptive import first
 
-    return {nodes: set(local_batches) for nodes, local_batches in grouped(first(by_nodes.items())).items()}
+    start = first(by_nodes.items(), whole_steps=whole_steps)
+    return {nodes: set(local_batches) for nodes, local_batches in grouped(start).items()}
 
 
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {

@@ -303,12 +303,11 @@ class _Fitted:
         """-2 ln of the posterior density, up to a constant."""
         return float(self.residuals @ self.residuals + self.z @ self.z)
 
-    @property
+    @cached_property
     def log_evidence(self) -> float:
         """ln of the probability density of the rows by Laplace's approximation, up to a constant."""
-        whitened = self.spread.whitener @ self.jacobian
-        curvature = np.linalg.slogdet(whitened.T @ whitened + np.eye(len(self.z)))[1]
-        return float(np.linalg.slogdet(self.spread.whitener)[1] - (self.improbability + curvature) / 2)
+        scale, curvature = np.linalg.slogdet(self.spread.whitener)[1], np.linalg.slogdet(self.precision)[1]
+        return float(scale - (self.improbability + curvature) / 2)
 
     @cached_property
     def whitened(self) -> Floats:

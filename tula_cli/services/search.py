@@ -157,7 +157,6 @@ def _weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ..
 
 def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
     from tula_cli.models.choice.adaptive import Candidate
-    from tula_cli.models.choice.objective import INTERVAL
 
     search = forecast.spec.search
     start = statistics.median(probe.overheads.startup for probe in forecast.probes.values())
@@ -172,8 +171,19 @@ def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
         probe_seconds=row.nodes * search.probe_seconds(row.step_time),
         job_seconds=row.nodes * (start + forecast.shutdown),
         measured=row.step_time if row.measured else None,
-        doubt=math.log(row.step_high / row.step_low) / INTERVAL if row.step_low and row.step_high else 0.0,
+        doubt=_doubt(forecast, row),
     )
+
+
+def _doubt(forecast: "Forecast", row: Prediction) -> float:
+    """Return the standard deviation of ln of a step time beyond that from one job to the next, which no probe makes less."""
+    from tula_cli.models.choice.objective import INTERVAL
+
+    if not row.step_low or not row.step_high:
+        return 0.0
+    gpus, widened = forecast.spec.cluster.gpus_per_node, forecast.calibration.step
+    (repeats,) = widened * forecast.steps.repeats([row.nodes], [gpus], [row.local_batch])
+    return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
 
 
 def grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:

@@ -64,7 +64,7 @@ class Proposal:
     words: str  # how certain the decisions are, in one line
 
 
-def first(by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool) -> list[tuple[int, int]]:
+def first(by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = False) -> list[tuple[int, int]]:
     """Return the probes (nodes, local batch) to start from: three batches on the fewest nodes, the smallest on the most.
 
     Args:

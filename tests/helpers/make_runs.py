@@ -34,7 +34,8 @@ START = 1_700_000_000.0  # Unix time
 
 def spec(**changes: Any) -> JobSpec:
     """Return a small spec; `changes` replace whole sections."""
-    return validate({**SPEC, **changes}, source="test")
+    content = {**SPEC, **changes}
+    return validate({**content, "search": {"strategy": "sweep", **content["search"]}}, source="test")
 
 
 def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec:

@@ -43,7 +43,9 @@ def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:
     assert f"that compute hides synchronisation is {fit.model.overlapped:.0%} likely" in fit.words
     nodes, batches = np.transpose(UNSEEN)
     points = fit.points(nodes, np.ones(len(UNSEEN)), batches)
-    overlap_alone, together = (worst(model.predict(points)[0], overlapped=False) for model in (fit.model.members[0], fit.model))
+    overlap_alone, together = (
+        worst(model.predict(points)[0], overlapped=False) for model in (fit.model.members[0], fit.model)
+    )
     assert together < 0.75 * overlap_alone
 
 

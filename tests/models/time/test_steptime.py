@@ -231,18 +231,18 @@ def test_a_measured_step_time_has_the_interval_of_its_own_steps_and_of_another_j
 
 
 def test_how_far_jobs_differ_is_learnt_from_configurations_that_were_measured_again() -> None:
-    """Three per cent is the prior; twenty runs that agree to .2 % lower it, and twenty that are 8 % apart raise it."""
+    """Three per cent is the prior; twenty runs that agree to .2 % lower it, and twenty that are 10 % apart raise it."""
 
     def repeats(apart: float) -> float:
         rng = np.random.default_rng(0)
-        seen = [overlapped(n, b) for n in (2, 8) for b in (16, 64)]
+        seen = [in_whole(overlapped(n, b)) for n in (2, 8) for b in (16, 64)]
         seen += [
             dataclasses.replace(o, step_times=tuple(np.multiply(o.step_times, 1 + apart * rng.standard_normal())))
             for o in seen * 5
         ]
         return float(fit(seen, collective="ring").repeats([2], [1], [64])[0])
 
-    assert repeats(0.002) < 0.02 < 0.05 < repeats(0.08)
+    assert repeats(0.002) < 0.025 < 0.05 < repeats(0.1)
 
 
 # --- whole steps alone, as of a script without DDP

@@ -27,7 +27,7 @@ SPEC: dict[str, Any] = {
     "dataset": {"name": "digits"},
     "optimizer": {"lr": 0.1},
     "train": {"epochs": 4},
-    "search": {"nodes": [1, 2], "max_node_hours": 10},
+    "search": {"nodes": [1, 2], "max_node_hours": 10, "strategy": "sweep"},
 }
 START = 1_700_000_000.0  # Unix time
 

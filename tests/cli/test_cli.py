@@ -15,7 +15,7 @@ import make_runs as make
 import pytest
 import yaml
 from driver import hears_ctrl_c
-from make_results import Truth, footprint, inspected, measured
+from make_results import Truth, footprint, inspected, measured, probe_all
 from quiet import quiet
 from typer.testing import CliRunner
 
@@ -990,7 +990,7 @@ def test_init_refuses_a_command_without_a_batch_and_writes_nothing():
     assert not Path("new.yaml").exists()
 
 
-# --- check, estimate
+# --- check, its memory
 
 
 def test_check_shows_what_would_be_searched_and_cost(cluster):
@@ -1021,9 +1021,9 @@ def test_check_shows_where_values_come_from(cluster, monkeypatch):
     assert any(line.split() == ["pricing.price", "3.0", "--set"] for line in text.splitlines())
 
 
-def test_estimate(cluster):
+def test_check_estimates_the_memory(cluster):
     cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
-    shown = tula("estimate", "job.yaml", "--memory", "1GiB")
+    shown = tula("check", "job.yaml", "--memory", "1GiB")
     assert shown.code == 0
     assert "400 MiB whatever the batch, and 2.00 MiB a sample" in shown.out
     assert [line.split()[-1] for line in shown.out.splitlines() if line.strip().startswith(("16 ", "256 "))] == [
@@ -1031,19 +1031,32 @@ def test_estimate(cluster):
         "yes",
     ]
     assert "of 1.00 GiB with 10 % kept free, the largest local batch is 260" in shown.out
-    assert tula("estimate", "job.yaml", "--capacity", "512MiB", "--json").json["data"]["largest_local_batch"] == 30
-    refused = tula("estimate", "job.yaml", "--memory", "much")
+    told = tula("check", "job.yaml", "--memory", "512MiB", "--json").json["data"]
+    assert told["largest_local_batch"] == 30
+    refused = tula("check", "job.yaml", "--memory", "much")
     assert refused.code == 2
     assert "--memory: 'much' is not a size" in refused.err
+    for other in ("--offline", "--show-origin", "--on-cluster", "--rehearse", "--site"):
+        refused = tula("check", "job.yaml", "--memory", "1GiB", other)
+        assert refused.code == 2 and "Traceback" not in refused.err, refused.err
 
 
-def test_estimate_takes_what_the_run_of_the_job_has_measured(cluster):
+def test_check_estimates_the_memory_by_what_the_run_of_the_job_has_measured(cluster):
     cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
-    assert "corrected" not in tula("estimate", "job.yaml").out
+    assert "corrected" not in tula("check", "job.yaml", "--memory", "1GiB").out
     tula("profile", "job.yaml")
-    assert "corrected by" in tula("estimate", "job.yaml").out
-    assert tula("estimate", "job.yaml", "--json").json["data"]["probes"] > 1
-    assert "corrected" not in tula("estimate", "job.yaml", "--run-dir", "elsewhere").out
+    assert "corrected by" in tula("check", "job.yaml", "--memory", "1GiB").out
+    assert tula("check", "job.yaml", "--memory", "1GiB", "--json").json["data"]["probes"] > 1
+    assert "corrected" not in tula("check", "job.yaml", "--memory", "1GiB", "--run-dir", "elsewhere").out
+
+
+@pytest.mark.parametrize("words", [(), ("job.yaml",), ("job.yaml", "--memory", "1GiB"), ("--help",)])
+def test_the_command_estimate_names_the_one_that_replaces_it(here, words):
+    refused = tula("estimate", *words)
+    assert (refused.code, refused.out) == (2, "")
+    assert "tula check job.yaml --memory 32GiB" in refused.err and "Traceback" not in refused.err
+    assert tula("estimate", *words, "--json").json["error"]["code"] == "spec"
+    assert "estimate" not in tula("--help").out
 
 
 def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
@@ -1150,7 +1163,6 @@ def test_every_command_has_the_common_flags():
     commands = [
         "init",
         "check",
-        "estimate",
         "profile",
         "recommend",
         "train",
@@ -1379,6 +1391,37 @@ def test_no_command_imports_what_it_does_not_need(here, words, allowed):
     assert done.stderr.endswith("imported:\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "imported"),
+    [
+        ("recommend", set()),
+        ("recommend --validate", set()),
+        ("recommend --objective cost --json", set()),
+        ("recommend --explain", {"statsmodels"}),
+        ("report", set()),
+        ("status --json", set()),
+        ("check job.yaml --offline", set()),
+        ("profile job.yaml --set search.strategy=adaptive --dry-run", set()),
+        ("train --dry-run", set()),
+        ("list", set()),
+        ("logs", set()),
+    ],
+)
+def test_statsmodels_is_imported_to_explain_alone(here, words, imported):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    for result in probe_all(Truth(noise=0.01), {1: (16, 32, 64), 2: (16, 32, 64)}):
+        run.write_result(result)
+    code = (
+        f"import sys; from tula_cli.cli import app; code = app.run({words.split()}); "
+        "print('exit', code, *sorted({'statsmodels', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, env=environ)
+    _, outcome, *found = done.stderr.splitlines()[-1].split()
+    assert set(found) == imported, done.stderr
+    assert outcome == "0" or not words.startswith(("recommend", "report", "status", "check", "list")), done.stderr
+
+
 # --- several types of nodes
 
 TYPES = {
@@ -1573,6 +1616,29 @@ def test_a_run_judges_the_strategies_by_its_own_probes(cluster):
     rows = tula("recommend", "--validate", "--json").json["data"]["validation"][""]
     assert [row["strategy"] for row in rows][-1] == "full" and all(0 <= row["median"] <= row["p90"] for row in rows)
     assert "validation" not in tula("recommend", "--json").json["data"]
+
+
+def test_explain_shows_how_the_fit_was_made_and_the_summaries_of_its_regressions(cluster):
+    tula("profile", "job.yaml", "--set", "search.strategy=full")
+    plain, explained = tula("recommend"), tula("recommend", "--explain")
+    for text in ("fit: step = compute", "GLS Regression Results", "OLS Regression Results", "1 - 1/N", "peak (MiB)"):
+        assert text in explained.out and text not in plain.out
+    assert "--explain" in plain.out
+    without, data = (tula("recommend", "--json", *more).json["data"] for more in ([], ["--explain"]))
+    summaries = data.pop("explanation")[""]
+    assert {**data, "created_at": 0} == {**without, "created_at": 0}
+    assert [each["name"] for each in summaries] == ["step time", "step time by the paper", "memory", "cost"]
+    for each in summaries:
+        assert each["coefficients"] and all(name in each["summary"] for name in each["coefficients"])
+        assert all(one["standard_error"] >= 0 for one in each["coefficients"].values())
+    assert 0 < summaries[0]["coefficients"]["slope"]["standard_error"] < 0.5, "the probes tell it"
+
+
+def test_explain_says_where_probes_are_too_few_for_a_regression(cluster):
+    tula("profile", "job.yaml", "--set", "search.nodes=[2]", "--set", "search.strategy=partial")
+    explained = tula("recommend", "--explain")
+    assert explained.code == 0 and "GLS Regression Results" in explained.out
+    assert "probes do not determine its 2 coefficients and an error" in explained.out
 
 
 # --- rounds

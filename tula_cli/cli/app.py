@@ -31,7 +31,6 @@ app = typer.Typer(
 WORKFLOW: Mapping[Callable[..., None], str] = {
     check.init: "tula init slurm",
     check.check: "tula check job.yaml --on-cluster",
-    check.estimate: "tula estimate job.yaml --memory 32GiB",
     profile.profile: "tula profile job.yaml --set search.nodes=[1,2,4]",
     recommend.recommend: "tula recommend --objective cost --deadline 24",
     train.train: "tula train --nodes 4 --batch 1024",
@@ -48,6 +47,8 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     clean.clean: "tula clean --older 30d --dry-run",
 }
 """The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""
+REPLACED: Mapping[str, str] = {"estimate": "tula check job.yaml --memory 32GiB"}
+"""Commands that there are no more, and what does the same."""
 for _function, _example in WORKFLOW.items():
     register(app, _function, example=_example)
 
@@ -87,6 +88,8 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command; return its exit code. What is not the user's to mend is raised."""
     screen = screen or Screen()
     screen.expect(arguments)
+    if example := REPLACED.get(screen.command):
+        return _failed(screen, SpecError(f"there is no command {screen.command} any more", f"type {example}"))
     try:
         code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
     except TulaError as error:

@@ -1,4 +1,4 @@
-"""`tula init`, `tula check` and `tula estimate`."""
+"""`tula init` and `tula check`."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tula_cli.cli.options import RUNS, Fresh, NodeType, Overrides, Root, Spec, Timeout
+from tula_cli.cli.options import RUNS, Fresh, NodeType, Overrides, Root, Timeout
 from tula_cli.cli.runs import load, open_run
 from tula_cli.cli.waiting import done, inspector, refuse, warn_all
 from tula_cli.errors import SpecError
@@ -155,6 +155,14 @@ OfSite = Annotated[
 RunSetup = Annotated[
     bool, typer.Option("--run-setup", help="With --site: run the set-up lines of jobs on this machine too.")
 ]
+OfMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Estimate instead which batches fit a GPU of this memory, for example 16GiB; needs no GPU. Probes correct it.",
+    ),
+]
 CheckedNodes = Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")]
 
 
@@ -166,6 +174,7 @@ def check(
     offline: Offline = False,
     on_cluster: OnCluster = False,
     rehearse: TryResume = False,
+    memory: OfMemory = None,
     site: OfSite = False,
     run_setup: RunSetup = False,
     nodes: CheckedNodes = None,
@@ -177,17 +186,26 @@ def check(
     """Check a job spec; show what it would search and cost.
 
     --on-cluster checks the nodes of the cluster, --rehearse a script's resume: with either the same command again attaches to a job that is under way.
-    --site checks the settings for all jobs, and submits nothing.
+    --site checks the settings for all jobs, and submits nothing. --memory tells parameters, gradients, activations and the like by batch size.
     """
     foreign = {"--show-origin": show_origin, "--offline": offline}
     elsewhere = {"--nodes": nodes is not None, "--timeout": timeout is not None}
     if site:
-        other = {"--on-cluster": on_cluster, "--rehearse": rehearse, "--set": bool(overrides), "--fresh": fresh}
+        other = {
+            "--on-cluster": on_cluster,
+            "--rehearse": rehearse,
+            "--memory": memory is not None,
+            "--set": bool(overrides),
+            "--fresh": fresh,
+        }
         _refuse_all({**other, **foreign, **elsewhere, "--type": node_type is not None}, to="--site")
         return _check_site(screen, job, run_setup=run_setup)
     refuse(run_setup, "--run-setup", "is for --site")
     if job is None:
         raise SpecError("no job is named", "tula check job.yaml, or tula check --site for the settings of a site")
+    if memory is not None:
+        _refuse_all({"--on-cluster": on_cluster, "--rehearse": rehearse, **foreign, **elsewhere}, to="--memory")
+        return _check_memory(screen, job, root, overrides, capacity=memory, node_type=node_type, fresh=fresh)
     if rehearse:
         _refuse_all({"--on-cluster": on_cluster, "--nodes": nodes is not None, **foreign}, to="--rehearse")
         return _rehearse(screen, job, root, overrides, node_type=node_type, timeout=timeout, fresh=fresh)
@@ -306,21 +324,17 @@ def _source(key: str, sources: dict[str, str]) -> str:
     return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
 
 
-def estimate(
+def _check_memory(
     screen: Screen,
-    job: Spec,
-    overrides: Overrides = None,
-    capacity: Annotated[
-        str | None,
-        typer.Option(
-            "--memory", "--capacity", metavar="SIZE", help="Memory of one GPU, for example 16GiB; else what is known."
-        ),
-    ] = None,
-    root: Root = RUNS,
-    fresh: Fresh = False,
-    node_type: NodeType = None,
+    job: Path,
+    root: Path,
+    overrides: Sequence[str] | None,
+    *,
+    capacity: str,
+    node_type: str | None,
+    fresh: bool,
 ) -> None:
-    """Estimate the memory of one GPU by batch size; needs no GPU. Where the job has been probed, that corrects it."""
+    """Show the memory of one GPU by batch size; where the job has been probed, that corrects it."""
     from tula_cli.run.code import run_of
     from tula_cli.services import estimate as service
 
@@ -332,11 +346,9 @@ def estimate(
     screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.estimate))
 
 
-def _size(text: str | None) -> int | None:
+def _size(text: str) -> int:
     from tula_cli.spec.kinds import parse_size
 
-    if text is None:
-        return None
     try:
         size: int = int(parse_size(text))  # type: ignore[call-overload]
     except ValueError as error:

@@ -92,6 +92,9 @@ Every = Annotated[
 Validate = Annotated[
     bool, typer.Option("--validate", help="Tell too how well each strategy would have foreseen the other probes.")
 ]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Show how the fit was made too, with the summaries of its regressions.")
+]
 Save = Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")]
 FromTraining = Annotated[
     bool, typer.Option("--from-training", help="Go by what the steps of the training under way take now.")

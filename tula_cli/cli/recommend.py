@@ -12,6 +12,7 @@ from tula_cli.cli.options import (
     Curve,
     Deadline,
     Every,
+    Explain,
     FromTraining,
     MaxBatch,
     MaxNodes,
@@ -64,6 +65,7 @@ def recommend(
     pareto: Pareto = False,
     every: Every = False,
     validate: Validate = False,
+    explain: Explain = False,
     save: Save = False,
 ) -> None:
     """Choose nodes and batch size from what was measured.
@@ -88,10 +90,13 @@ def recommend(
     )
     judged = service.validated(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
+    explained = service.explanation(answer) if explain else {}
     worth = methods.worth(spec.train.method)
-    data = {**dict(found), **rows, "saved": saved, "worth": worth, **({"validation": judged} if validate else {})}
+    asked = {**({"validation": judged} if validate else {}), **({"explanation": explained} if explain else {})}
+    data = {**dict(found), **rows, "saved": saved, "worth": worth, **asked}
     shown = _shown(screen, answer, pareto=pareto, every=every, kept=saved)
-    screen.answer(data, itertools.chain(shown, ["", worth], show_recommend.validation(judged)))
+    details = show_recommend.explanation(found, explained) if explain else [show_recommend.EXPLAIN]
+    screen.answer(data, itertools.chain(shown, ["", worth], show_recommend.validation(judged), details))
     warn_all(screen, found.warnings)
 
 

@@ -1,4 +1,4 @@
-"""`tula estimate`: how much memory one GPU needs at which local batch, without a GPU; probes of the job correct it."""
+"""`tula check --memory`: how much memory one GPU needs at which local batch, without a GPU; probes of the job correct it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -20,6 +20,7 @@ from tula_cli.models.observations import OtherSizes
 from tula_cli.models.overheads import queue_wait
 from tula_cli.models.ramp.by_noise import in_epochs, stage_words
 from tula_cli.models.ramp.stage_nodes import Worth, nodes_words, stages_worth
+from tula_cli.models.summaries import RegressionSummary, regression_summaries
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -239,6 +240,11 @@ def validated(answer: Answer) -> dict[str, tuple[Validation, ...]]:
         BadMeasurements: there are too few.
     """
     return {one.type: one.validated() for one in answer.all_measurements}
+
+
+def explanation(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
+    """Return by type of node ("" where the job names none) the regressions that an answer is based on."""
+    return {one.type: tuple(regression_summaries(one.forecast)) for one in answer.all_measurements}
 
 
 def renews(found: Recommendation, known: Recommendation | None) -> bool:

@@ -1,4 +1,4 @@
-"""What `tula estimate` shows."""
+"""The screen of `tula check --memory`."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -77,6 +77,6 @@ def _apart(report: "EstimateReport") -> Iterator[str]:
         yield f"on the CPU; the process itself holds {amount(report.inspection.process)} beside that, which no limit counts"
         if not report.probed:
             yield (
-                "tensors below 32 MiB share a heap with holes: what is measured of small jobs on the CPU is two to three"
-                " times this, until a probe has corrected it"
+                "tensors below 32 MiB share a heap with holes, for which a third more is kept free until a probe has measured"
+                " them; very small jobs take two to three times the estimate"
             )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from tula_cli.models.summaries import RegressionSummary
     from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
     from tula_cli.services.recommendation.validation import Validation
 
@@ -86,9 +87,6 @@ def recommendation(
 
 def _rests_on(found: "Recommendation") -> Iterator[str]:
     yield from (f"price: {line}" for line in found.price.splitlines())
-    yield from (f"fit: {line}" for line in found.fit.splitlines())
-    yield from learnt(found)
-    yield from (f"energy: {line}" for line in found.power.splitlines())
     kept = found.accuracy.words if found.accuracy is not None else ""
     told = {
         "accuracy": kept,
@@ -97,6 +95,22 @@ def _rests_on(found: "Recommendation") -> Iterator[str]:
         "checkpoints": found.interruption,
     }
     yield from (f"{name}: {words}" for name, words in told.items() if words)
+
+
+EXPLAIN = "how the fit was made: --explain"
+
+
+def explanation(found: "Recommendation", regressions: Mapping[str, Sequence["RegressionSummary"]]) -> Iterator[str]:
+    """The fit in words, which trainings count in it, and the regressions behind it by type of node."""
+    yield ""
+    yield from (f"fit: {line}" for line in found.fit.splitlines())
+    yield from learnt(found)
+    yield from (f"energy: {line}" for line in found.power.splitlines())
+    for kind, summaries in regressions.items():
+        for each in summaries:
+            yield ""
+            yield f"{f'{kind}: ' * bool(kind)}{each.name}: {each.about}"
+            yield from each.summary.splitlines()
 
 
 def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:

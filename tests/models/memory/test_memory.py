@@ -276,3 +276,74 @@ def test_peaks_tell_no_components() -> None:
     with pytest.raises(BadMeasurements, match="not what it consists of"):
         fit([of_a_script(measured(Truth(), 2, 32))]).footprint(64)
     assert fit([of_a_script(measured(Truth(), 2, 32)), footprint(Truth(), 16)]).footprint(64).memory.batch > 0
+
+
+# --- a process on the CPU
+
+
+def on_cpu(local_batch: int, peak: float, *, capacity: int | None = None, libraries: int = 0) -> Measured:
+    """Return a probe of a process on the CPU, of 40 MiB of model states."""
+    seen = measured(Truth(model_bytes=10 * MIB), 1, local_batch)
+    size = round(peak * MIB)
+    memory = seen.memory.model_copy(
+        update={"batch": 0, "activations": size - 40 * MIB, "peak": size, "reserved": size, "libraries": libraries}
+    )
+    environment = seen.environment.model_copy(update={"device": "cpu"})
+    return seen.model_copy(update={"memory": memory, "environment": environment, "capacity": capacity})
+
+
+def estimates(slope: float) -> list[Footprint]:
+    """Return estimates that grow by so many MiB a sample."""
+    rows = []
+    for local_batch in (1, 16, 128):
+        row = footprint(Truth(model_bytes=10 * MIB), local_batch)
+        size = 40 * MIB + round(slope * local_batch * MIB)
+        memory = row.memory.model_copy(
+            update={"batch": 0, "activations": size - 40 * MIB, "peak": size, "reserved": size, "libraries": 0}
+        )
+        rows.append(row.model_copy(update={"memory": memory, "room": round(1.35 * size)}))
+    return rows
+
+
+def test_a_process_without_a_limit_has_all_of_it_for_its_tensors() -> None:
+    probes = [on_cpu(size, 57.3 + 19.5 * size, libraries=530 * MIB) for size in (4, 8, 32, 64)]
+    model = fit([*probes, *estimates(15)])
+    assert model.libraries == 0 and model.needed(64) == model.peak(64)
+    largest = model.largest_local_batch(1300 * MIB, margin=0.1)
+    assert largest == pytest.approx((1170 - 57.3) / 19.5, abs=3)
+    limited = [on_cpu(size, 57.3 + 19.5 * size, capacity=1300 * MIB, libraries=530 * MIB) for size in (4, 8, 32, 64)]
+    assert fit([*limited, *estimates(15)]).libraries == 530 * MIB, "a limit counts it"
+
+
+def test_an_estimate_on_the_cpu_keeps_room_for_holes_until_probes_have_measured_them() -> None:
+    before, after = fit(estimates(15)), fit([*estimates(15), *(on_cpu(size, 57 + 19.5 * size) for size in (8, 64))])
+    assert before.needed(64) == pytest.approx(1.35 * before.peak(64), rel=1e-6)
+    assert after.needed(64) == after.peak(64)
+
+
+@pytest.mark.parametrize(
+    ("truth", "estimate", "gap"),
+    [((57.3, 19.5), 15.0, 97.0), ((45.0, 7.9), 5.1, 41.0)],
+    ids=["a transformer", "a U-Net"],
+)
+def test_small_probes_with_holes_in_their_peaks_do_not_set_the_growth(
+    truth: tuple[float, float], estimate: float, gap: float
+) -> None:
+    fixed, slope = truth
+    first = fixed + 4 * slope
+    model = fit([*estimates(estimate), on_cpu(4, first), on_cpu(8, first + gap)])
+    actual = fixed + 64 * slope
+    believed = first + gap + 56 * gap / 4
+    assert believed > 1.2 * actual, "what the two peaks alone say"
+    assert model.peak(64) / MIB == pytest.approx(actual, rel=0.13)
+
+
+def test_probes_far_apart_on_the_cpu_set_the_growth_themselves() -> None:
+    model = fit([*estimates(15), on_cpu(8, 60 + 40 * 8), on_cpu(64, 60 + 40 * 64)])
+    assert model.peak(128) / MIB == pytest.approx(60 + 40 * 128, rel=0.01)
+
+
+def test_one_probe_on_the_cpu_is_taken_for_holes_first_and_then_for_what_is_fixed() -> None:
+    holes, fixed = (fit([*estimates(15), on_cpu(4, peak)]) for peak in (40 + 1.2 * 60, 40 + 1.3 * 60 + 30))
+    assert holes.peak(64) / MIB == pytest.approx(40 + 1.2 * 15 * 64, rel=1e-6)
+    assert fixed.peak(64) / MIB == pytest.approx(40 + 30 + 1.3 * 15 * 64, rel=1e-6)

@@ -1,8 +1,11 @@
 """Where a curve over the batch bends: up to there a larger batch pays (III-A-3 of the paper), beyond it hardly."""
 
+import functools
 import math
+import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +48,30 @@ def kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
 
 
 def _located(x: Floats, y: Floats) -> float | None:
-    from kneed import KneeLocator  # imports matplotlib and scipy.signal: more than a second
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kneed warns where it finds none; None says the same
-        found = KneeLocator(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
+        found = _knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
     return None if found is None else float(found)
+
+
+@functools.cache
+def _knee_locator() -> Any:
+    """Import kneed without matplotlib, which it only draws with: half a second and 30 MB less.
+
+    What a program has imported itself remains as it is, and its own import of kneed later comes with matplotlib.
+    """
+    if "kneed" not in sys.modules and "matplotlib" not in sys.modules:
+        modules: dict[str, Any] = sys.modules
+        modules["matplotlib"] = None
+        try:
+            from kneed import KneeLocator
+        finally:
+            for name in [name for name in modules if name == "matplotlib" or name.partition(".")[0] == "kneed"]:
+                del modules[name]
+        return KneeLocator
+    from kneed import KneeLocator
+
+    return KneeLocator
 
 
 def _nearest(batches: Sequence[int], log_batch: float | None) -> int:

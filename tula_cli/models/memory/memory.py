@@ -33,6 +33,13 @@ FAR = 2.0
 """Probes that stretch or flatten the estimated growth by more than this factor are believed, and pointed out."""
 
 
+HEAP_GROWTH, HEAP_GROWTH_SD = 1.3, 0.2
+"""How much faster the peak of a process on the CPU grows with the batch than its tensors do, because freed ones leave holes in
+the heap: mean and standard deviation over eight networks (1.15 to 1.54)."""
+HEAP_NOISE = 10 * 2**20
+"""Standard deviation of such a peak from one process to the next, in bytes."""
+
+
 @dataclass(frozen=True)
 class _Point:
     """Eq. 3 at one micro-batch."""
@@ -40,6 +47,7 @@ class _Point:
     micro_batch: float
     memory: Components | PeakMemory
     room: float | None  # a multiple of the peak
+    on_heap: bool = False  # a measured peak of a process on the CPU
     activations: float = math.nan  # of a peak alone: what the other terms leave of it, which may be less than nothing
 
     @property
@@ -217,7 +225,7 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded:
     measured = [_of_measured(point, sharded=sharded) for point in seen if isinstance(point, Measured)]
     estimated = [_of_footprint(point, accumulate) for point in seen if isinstance(point, Footprint)]
     if not measured and not estimated:
-        raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile or tula estimate first")
+        raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile first")
     believed = measured or estimated
     states = _states(believed, estimated)
     slopes = _batch_slopes(believed) or _batch_slopes(estimated)
@@ -244,7 +252,10 @@ def _of_measured(probe: Measured, *, sharded: bool) -> _Point:
     memory = probe.memory
     if sharded and isinstance(memory, Components):
         memory = _undivided(memory, probe.nodes * probe.gpus_per_node)
-    return _Point(probe.local_batch / probe.accumulate, memory, room=None)
+    if probe.capacity is None and probe.environment.device == "cpu":  # no limit counts what the process holds itself
+        memory = memory.model_copy(update={"libraries": 0})
+    on_heap = probe.environment.device == "cpu"
+    return _Point(probe.local_batch / probe.accumulate, memory, room=None, on_heap=on_heap)
 
 
 def _undivided(memory: Components, ranks: int) -> Components:
@@ -317,16 +328,20 @@ def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool)
     """Return how the activations of the shape become the measured ones: (level, scale), neither scale negative.
 
     Where the probes do not tell how activations grow, what is measured beyond the shape is taken as fixed (workspaces).
-    What a single one shows below it is taken as proportional (tensors that are freed or fused).
+    What a single one shows below it is taken as proportional (tensors that are freed or fused). On the CPU holes in the heap
+    make the growth up to HEAP_GROWTH times the estimated one, which probes whose peaks are close to each other hardly correct.
     """
     expected = np.array([shape(point.micro_batch) for point in measured])
     seen = np.array([point.activations for point in measured])
     peaks = np.array([max(point.memory.peak, 1) for point in measured], dtype=float)
+    on_heap = all(point.on_heap for point in measured) and not proportional
     if len({point.micro_batch for point in measured}) < 2:
         if proportional:
             return 0.0, float(seen.max() / expected.max())
-        share = min(1.0, float((seen / np.maximum(expected, 1)).max()))
-        return max(0.0, float((seen - expected).max())), share
+        share = min(HEAP_GROWTH if on_heap else 1.0, float((seen / np.maximum(expected, 1)).max()))
+        return max(0.0, float((seen - share * expected).max())), share
+    if on_heap:
+        return _line_on_heap(expected, seen, 1 / peaks)
     if not proportional and np.ptp(expected) < TELLING * peaks.max():
         return max(0.0, float((seen - expected).max())), 1.0
     level, scale = _weighted_line(expected, seen, 1 / peaks)
@@ -336,6 +351,14 @@ def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool)
     if level < 0 and proportional and all(isinstance(point.memory, Components) for point in measured):
         return 0.0, _weighted_ratio(expected, seen, 1 / peaks)
     return level, scale
+
+
+def _line_on_heap(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Return level and slope by which ys follow xs, the slope shrunk towards HEAP_GROWTH by the noise of the peaks."""
+    slope = _weighted_line(xs, ys, weights)[1]
+    measured, believed = float(np.sum((xs - xs.mean()) ** 2)) / HEAP_NOISE**2, 1 / HEAP_GROWTH_SD**2
+    slope = max(0.0, (measured * slope + believed * HEAP_GROWTH) / (measured + believed))
+    return float(np.average(ys - slope * xs, weights=weights**2)), slope
 
 
 def _weighted_line(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -359,7 +382,12 @@ def _held(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
 
 
 def _room(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:
-    """Return the simulated least room over memory in use; without one, what the allocator was seen to hold."""
+    """Return the simulated least room over memory in use; without one, what the allocator was seen to hold.
+
+    Peaks that were measured on the CPU hold the holes of the heap, which an estimate has room for.
+    """
+    if any(point.on_heap for point in measured):
+        return 1.0
     told = [point.room for point in estimated if point.room is not None]
     return float(np.median(told or [point.held for point in measured] or [1.0]))
 

@@ -23,7 +23,7 @@ Times are seconds, batches samples, and everything is fitted in logarithms: erro
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -148,6 +148,20 @@ class Overlap:
     def log_evidence(self) -> float:
         """ln of the probability density of the probes, up to a constant that is the same for all fits to them."""
         return self._fitted.log_evidence
+
+    def regression(self) -> "RegressionResultsWrapper":
+        """Return the final generalised least squares by statsmodels, with its summary; `coordinates` names its parameters."""
+        return self._fitted.regression
+
+    @property
+    def coordinates(self) -> tuple[str, ...]:
+        """Names of what is fitted: parameters, and residuals of compute and of synchronisation."""
+        batches, replicas = (np.exp(process.places) for process in (self._frame.u, self._frame.v))
+        return (
+            *(each.name for each in fields(Priors)[:PARAMETERS]),
+            *(f"compute at {batch:g}" for batch in batches),
+            *(f"sync at {count:g}" for count in replicas),
+        )
 
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""

@@ -136,7 +136,6 @@ class StepTimeFit:
     model: StepModel = field(repr=False)
     _scope: _Scope = field(repr=False)
     _seen: tuple[Observation, ...] = field(repr=False)
-    _additive: Floats | None = field(repr=False)  # coefficients of the second opinion
 
     @property
     def determined_exactly(self) -> bool:
@@ -225,6 +224,11 @@ class StepTimeFit:
             np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
         )
 
+    def probed(self) -> tuple[Points, Floats]:
+        """Return where steps were measured, and the seconds that they took."""
+        places = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
+        return self.points(*places), np.array([o.seconds for o in self._seen])
+
     def draws(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
         """Return ln step times as they may be together, shape (count, n), without the noise of a single job; always the same."""
         mean, covariance = self.model.joint(self.points(nodes, gpus_per_node, local_batch))
@@ -239,10 +243,12 @@ class StepTimeFit:
         It knows nothing of overlap or of other clusters and is right where little is overlapped. None where there are
         too few probes for it.
         """
-        if self._additive is None:
+        if self._scope.levels:
             return None
+        seen, seconds = self.probed()
+        coefficients = additive(seen.replicas, seen.local_batch, seconds)
         replicas = nodes if self._scope.across else gpus_per_node
-        return float((additive_rows([replicas], [local_batch]) @ self._additive)[0])
+        return None if coefficients is None else float((additive_rows([replicas], [local_batch]) @ coefficients)[0])
 
 
 def cannot_predict(what: str, why: str) -> BadMeasurements:
@@ -289,7 +295,6 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
         model=model,
         _scope=scope,
         _seen=tuple(seen),
-        _additive=None if scope.levels else additive(points.replicas, points.local_batch, seconds),
     )
 
 

@@ -91,6 +91,9 @@ class SupposedFit(StepTimeFit):
         """Return ln step times as they may be together, shape (count, n), without the noise of a single job."""
         return self._log_steps(nodes, gpus_per_node, local_batch, count=count, measured=False)
 
+    def second_opinion(self, nodes: int, gpus_per_node: int, local_batch: int) -> None:
+        """Return None: an additive fit knows no parts that could be changed."""
+
     def bandwidth_now(self) -> Bandwidth | None:
         """Return what links between nodes carry by the fit, at the most nodes measured; None where nothing tells."""
         if self.gradients is None:
@@ -227,9 +230,8 @@ def supposed(fit: StepTimeFit, change: Change, measured: Sequence[Measured], spe
 
 def changed(fit: StepTimeFit, change: Change, *, gradients: int | None = None, loader: float = 0.0) -> SupposedFit:
     """Return a fit under a change; as SupposedFit has them, the bytes that are synchronised and the loader's seconds a sample."""
-    own = {each.name: getattr(fit, each.name) for each in fields(fit) if each.name != "_additive"}
-    # An additive fit, the second opinion, knows no parts that could be changed.
-    return SupposedFit(**own, _additive=None, change=change, gradients=gradients, loader=loader)
+    own = {each.name: getattr(fit, each.name) for each in fields(fit)}
+    return SupposedFit(**own, change=change, gradients=gradients, loader=loader)
 
 
 _UNTOLD = (

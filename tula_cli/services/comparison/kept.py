@@ -1,15 +1,15 @@
 """Whether a large batch keeps the accuracy of the small one, by what `tula compare` has trained of the same job."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Accuracy
-from tula_cli.services.comparison import accuracy
-from tula_cli.services.comparison.accuracy import Row, standard_error
-from tula_cli.services.comparison.rows import own_row
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import number, plural
+
+if TYPE_CHECKING:
+    from tula_cli.services.comparison.accuracy import Row
 
 POINTS = 1.0
 """Percentage points of accuracy within which a large batch keeps it: what seeds differ by in short trainings."""
@@ -31,6 +31,9 @@ def kept(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
     comparison = run.comparison()
     if comparison is None:
         return None
+    from tula_cli.services.comparison import accuracy  # half of what tula compare and tula train consist of
+    from tula_cli.services.comparison.rows import own_row
+
     table = accuracy.report(run, comparison, spec)
     reference = next((row for row in table.rows if row.reference), None)
     rows = [row for row in table.rows if row.method == own_row(spec) and row.batch >= batch and row.gap is not None]
@@ -39,7 +42,9 @@ def kept(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
     return _judged(reference, min(rows, key=lambda row: row.batch), table.metric)
 
 
-def _judged(reference: Row, own: Row, metric: str) -> Accuracy:
+def _judged(reference: "Row", own: "Row", metric: str) -> Accuracy:
+    from tula_cli.services.comparison.accuracy import standard_error
+
     small, large = reference.stat(metric), own.stat(metric)
     assert small is not None and large is not None and own.gap is not None  # of which the gap is
     error, percent = standard_error(small, large), metric in ("top1", "top5")

@@ -41,6 +41,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROOMS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
 """Multiples of the memory in use that are tried as all there is."""
 ROOM_TRIED_AT = (32, 256)  # micro-batches
+HEAP_ROOM = 1.35
+"""The same for a process on the CPU, whose freed tensors leave holes in the heap: with the margin of 10 % it covers eight
+networks that took 1.15 to 1.47 times the memory in use."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class Rehearsal:
 
         It then gives back what it has cached in its first steps, and no more once it has settled.
         """
-        return max(map(self._room_at, ROOM_TRIED_AT)) if self.gpu else 1.0
+        return max(map(self._room_at, ROOM_TRIED_AT)) if self.gpu else HEAP_ROOM
 
     def _room_at(self, micro_batch: int) -> float:
         peak = self.measure(micro_batch).peak

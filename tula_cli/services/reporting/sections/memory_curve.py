@@ -20,7 +20,7 @@ def section(seen: Material) -> Section:
     if own is None or choice is None:
         why = seen.unanswered
         return Section(
-            KEY, TITLE, missing=f"memory is not known: {why}; before probes tula estimate tells what it may be"
+            KEY, TITLE, missing=f"memory is not known: {why}; before probes tula check --memory tells what it may be"
         )
     model = own.forecast.memory.on(choice.nodes * own.part.spec.cluster.gpus_per_node)
     sizes = _sizes(own, choice.nodes)

@@ -1,0 +1,134 @@
+"""The regressions behind a recommendation by statsmodels, with their summaries: what `tula recommend --explain` shows.
+
+The models that predict are fitted in numpy. Here statsmodels makes the final fits of the same probes: the generalised least
+squares whose covariance the intervals of step times have, and three plain regressions to compare with.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.time.mixture import StepModel
+from tula_cli.models.time.overlap import Overlap
+from tula_cli.models.time.priors import Floats
+from tula_cli.models.time.steptime import StepTimeFit
+from tula_cli.words import plural
+
+if TYPE_CHECKING:
+    from statsmodels.regression.linear_model import RegressionResultsWrapper
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Coefficient:
+    """One coefficient of a regression."""
+
+    value: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class RegressionSummary:
+    """A regression, in words and figures."""
+
+    name: str
+    about: str  # what is fitted to what, in a sentence
+    coefficients: Mapping[str, Coefficient]  # empty where there are too few probes for it
+    summary: str  # the tables of statsmodels; empty likewise
+
+
+def regression_summaries(forecast: Forecast) -> Iterator[RegressionSummary]:
+    """Yield the regressions of one type of node.
+
+    Args:
+        forecast: the models, fitted to its probes.
+    """
+    yield from _of_step_time(forecast.steps.model)
+    yield _of_paper(forecast.steps)
+    yield _of_memory(forecast)
+    yield _of_cost(forecast)
+
+
+def _of_step_time(model: StepModel) -> Iterator[RegressionSummary]:
+    if isinstance(model, Overlap):
+        yield _of_overlap(model, "step time", "")
+        return
+    for member, weight, name in zip(model.members, model.weights, ("overlapped", "nothing overlapped"), strict=True):
+        yield _of_overlap(
+            member,
+            f"step time, {name}",
+            f"; counts {weight:.0%} of two fits, for whole steps do not tell which is right",
+        )
+
+
+def _of_overlap(model: Overlap, name: str, share: str) -> RegressionSummary:
+    names, result = model.coordinates, model.regression()
+    about = (
+        "the model of step times at its most probable coordinates, by generalised least squares: whole steps and, where it was"
+        f" measured, their compute, then {plural(len(names), 'row')} for the priors. Coordinates are counted from the mean of"
+        f" their prior in its standard deviations: one with a standard error near 1 was not determined by the probes{share}"
+    )
+    return RegressionSummary(name, about, _coefficients(result, names), _text(result, "ln step time", names))
+
+
+def _of_paper(steps: StepTimeFit) -> RegressionSummary:
+    points, seconds = steps.probed()
+    columns = {"fixed": np.ones(len(points)), "local batch": points.local_batch}
+    if len(np.unique(points.replicas)) > 1:
+        columns["1 - 1/N"] = 1 - 1 / np.where(points.alone, 1.0, points.replicas)
+    about = (
+        "the paper's Eq. 2 as a second opinion, by ordinary least squares: milliseconds of a step, nothing overlapped"
+    )
+    return _ordinary("step time by the paper", about, "step (ms)", 1e3 * seconds, columns)
+
+
+def _of_memory(forecast: Forecast) -> RegressionSummary:
+    probes = list(forecast.probes.values())
+    micro_batch = np.array([probe.local_batch / probe.accumulate for probe in probes])
+    peak = np.array([probe.memory.peak for probe in probes]) / _MIB
+    about = "the peak memory of a GPU in MiB, by ordinary least squares on the micro-batch"
+    return _ordinary("memory", about, "peak (MiB)", peak, {"fixed": np.ones(len(probes)), "micro-batch": micro_batch})
+
+
+def _of_cost(forecast: Forecast) -> RegressionSummary:
+    gpus = forecast.spec.cluster.gpus_per_node
+    rows = [forecast.predict(Config(nodes, local * nodes * gpus)) for nodes, local in forecast.probes]
+    columns = {"fixed": np.ones(len(rows))}
+    columns |= {f"ln {name}": np.log([getattr(row, name) for row in rows]) for name in ("nodes", "batch")}
+    about = (
+        "the cost of a training at the measured configurations, by ordinary least squares in logarithms: a coefficient of"
+        " -0.5 for the batch divides the cost by 1.4 where the batch doubles"
+    )
+    cost = np.array([row.cost for row in rows])
+    if not (cost > 0).all():
+        return RegressionSummary("cost", f"{about}; a training costs nothing here", {}, "")
+    kept = {name: column for name, column in columns.items() if name == "fixed" or np.ptp(column) > 0}
+    return _ordinary("cost", about, f"ln cost ({forecast.spec.pricing.currency})", np.log(cost), kept)
+
+
+def _ordinary(name: str, about: str, of: str, target: Floats, columns: Mapping[str, Floats]) -> RegressionSummary:
+    from statsmodels.regression.linear_model import OLS
+
+    rows = np.column_stack(list(columns.values()))
+    if len(rows) <= rows.shape[1] or np.linalg.matrix_rank(rows) < rows.shape[1]:
+        few = f"; {plural(len(rows), 'probe')} do not determine its {plural(rows.shape[1], 'coefficient')} and an error"
+        return RegressionSummary(name, f"{about}{few}", {}, "")
+    result = OLS(target, rows).fit()
+    return RegressionSummary(name, about, _coefficients(result, list(columns)), _text(result, of, list(columns)))
+
+
+def _coefficients(result: "RegressionResultsWrapper", names: Sequence[str]) -> dict[str, Coefficient]:
+    pairs = zip(names, result.params.tolist(), result.bse.tolist(), strict=True)
+    return {name: Coefficient(value, error) for name, value, error in pairs}
+
+
+def _text(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # some of its tests want more rows than a search has probes
+        return str(result.summary(yname=of, xname=list(names)).as_text())

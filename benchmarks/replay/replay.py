@@ -13,7 +13,8 @@ node, sizes and costs count GPUs.
 
 With --repeats what a probe sees is the first run of a configuration that was measured more than once (a column `run` tells runs
 apart, else the order of the rows), and the truth that all is judged by is the median of the others, another day perhaps;
-without it the median of all is both. How far two runs are apart is told wherever there are any: the noise floor.
+without it the median of all is both. How far two runs are apart is told wherever there are any: the noise floor. And with
+--repeats, how often the intervals of the configurations that were measured hold their other runs.
 """
 
 import argparse
@@ -31,7 +32,10 @@ from typing import Any
 import numpy as np
 from replay_baselines import MODELS
 from replay_data import KINDS, MeasuredSet, Where, load, read
-from replay_score import STRATEGIES, Score, predictor, score, true_knee, truth
+from replay_score import STRATEGIES, Score, metered, predictor, score, true_knee, truth
+
+from tula_cli.models.time import steptime
+from tula_cli.models.time.noise import Z90
 
 __all__ = ["load", "score"]
 
@@ -259,6 +263,37 @@ class Again:
         )
 
 
+@dataclass(frozen=True)
+class MeasuredRows:
+    """How often the interval of a configuration that was measured holds its other runs."""
+
+    strategy: str
+    configurations: int  # that were measured again
+    covered: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.strategy}: intervals of measured configurations hold their other runs in {self.covered:.0%} of"
+            f" {self.configurations}"
+        )
+
+
+def measured_rows(sets: Iterable[MeasuredSet], strategy: str) -> MeasuredRows | None:
+    """Return the coverage of the intervals that a fit to a strategy's probes gives these probes; None if none was repeated."""
+    inside: list[bool] = []
+    for each in sets:
+        probes = metered(each, STRATEGIES[strategy]).seen
+        again = [place for place in probes if place in each.first and place in each.again]
+        if each.gpus_per_node is None or not again:
+            continue
+        fit = steptime.fit(list(probes.values()), collective=each.collective)
+        columns = ([p.nodes for p in again], [p.gpus_per_node for p in again], [p.local_batch for p in again])
+        for place, repeats in zip(again, fit.repeats(*columns), strict=True):
+            off = math.log(each.truth[place].seconds / probes[place].seconds)
+            inside.append(abs(off) <= Z90 * math.sqrt(2) * repeats)
+    return MeasuredRows(strategy, len(inside), float(np.mean(inside))) if inside else None
+
+
 # Time
 
 
@@ -314,10 +349,12 @@ def _report(arguments: argparse.Namespace) -> None:
     found = scores([*sets, *flagged], arguments.strategies, arguments.models)
     apart = {name: mixed(arguments.tables, sets, *name) for name in found}
     again = Again.of(sets)
+    measured = [row for name in arguments.strategies if (row := measured_rows(sets, name)) is not None]
     if arguments.json:
-        print(json.dumps({**_as_json(reported, found, apart), "repeats": again and asdict(again)}, indent=1))
+        rows = {"repeats": again and asdict(again), "measured": [asdict(row) for row in measured]}
+        print(json.dumps({**_as_json(reported, found, apart), **rows}, indent=1))
         return
-    print(_text(reported, found, apart) + (f"\n{again}" if again else ""))
+    print("\n".join([_text(reported, found, apart), *map(str, filter(None, [again, *measured]))]))
 
 
 def _knees(sets: Sequence[MeasuredSet], arguments: argparse.Namespace) -> None:

@@ -51,6 +51,7 @@ class Offer:
     collective: str
     along: Literal["nodes", "gpus_per_node"]  # what the size of the cluster is counted in
     samples: float  # of the training that the search is for
+    whole_steps: bool  # compute is not measured apart from synchronisation
 
     def size(self, where: Where) -> int:
         return where.nodes if self.along == "nodes" else where.gpus_per_node
@@ -99,7 +100,9 @@ class MeasuredSet:
     def offer(self) -> Offer:
         along: Literal["nodes", "gpus_per_node"] = "gpus_per_node" if self.kind == "one node" else "nodes"
         rates = (self.truth[place].seconds / (place.replicas * place.local_batch) for place in self.batches)
-        return Offer(tuple(sorted(self.batches)), self.batches, self.collective, along, self.hours * 3600 / min(rates))
+        samples = self.hours * 3600 / min(rates)
+        whole_steps = not any(seen.compute_time > 0 for place, seen in self.truth.items() if place.replicas > 1)
+        return Offer(tuple(sorted(self.batches)), self.batches, self.collective, along, samples, whole_steps)
 
     @cached_property
     def offered_sizes(self) -> frozenset[int]:

@@ -42,7 +42,8 @@ def planned(name: str) -> Strategy:
 
 def in_rounds(offer: Offer, measure: Measure) -> None:
     """Probe where it is expected to improve the decisions most, until nothing is."""
-    seen = measure(offer.at(size, batch) for size, batch in adaptive.first(offer.by_size.items()))
+    start = adaptive.first(offer.by_size.items(), whole_steps=offer.whole_steps)
+    seen = measure(offer.at(size, batch) for size, batch in start)
     while True:
         fit = steptime.fit(seen, collective=offer.collective)
         picks = adaptive.propose(fit, _open_candidates(offer, fit, seen), tolerance=TOLERANCE).picks

@@ -930,7 +930,7 @@ def test_init_writes_a_job_around_a_command_and_tells_what_it_recognised():
     assert "(required)" not in answer.out
     assert "wrote new.yaml; next: tula check new.yaml" in answer.out
     checked = tula("check", "new.yaml", "--offline", "--json").json["data"]["report"]
-    assert [job["batches"] for job in checked["jobs"]] == [[64, 128, 256, 512, 1024], [64, 256]]
+    assert [job["batches"] for job in checked["jobs"]] == [[64, 128, 256, 512, 1024], [64, 256, 1024]]
     assert tula("init", "-o", "new.yaml", "--from-command", COMMAND).code == 2
 
 

@@ -162,7 +162,7 @@ def spec(**sections: object) -> JobSpec:
         "dataset": {"name": "CIFAR10"},
         "optimizer": {"lr": 0.1},
         "train": {"epochs": 10, "method": "ags"},
-        "search": {"nodes": [2, 4, 8, 16], "min_batch": 32},
+        "search": {"nodes": [2, 4, 8, 16], "min_batch": 32, "strategy": "sweep"},
         "pricing": {"price": 2.0},
     }
     for name, values in sections.items():

@@ -27,15 +27,16 @@ SPEC: dict[str, Any] = {
     "dataset": {"name": "digits"},
     "optimizer": {"lr": 0.1},
     "train": {"epochs": 4, "method": "ags"},
-    "search": {"nodes": [1, 2], "max_node_hours": 10},
+    "search": {"nodes": [1, 2], "max_node_hours": 10, "strategy": "sweep"},
 }
 START = 1_700_000_000.0  # Unix time
 
 
 def spec(**changes: Any) -> JobSpec:
-    """Return a small spec; `changes` replace whole sections. Without another method it has ags."""
+    """Return a small spec; `changes` replace whole sections. Without other settings it has method ags and strategy sweep."""
     content = {**SPEC, **changes}
-    return validate({**content, "train": {"method": "ags", **content["train"]}}, source="test")
+    train, search = {"method": "ags", **content["train"]}, {"strategy": "sweep", **content["search"]}
+    return validate({**content, "train": train, "search": search}, source="test")
 
 
 def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec:

@@ -14,7 +14,7 @@ model: {{name: 'seen_samples:Watching'}}
 dataset: {{name: 'seen_samples:Numbered'}}
 optimizer: {{name: SGD, lr: 0.05, momentum: 0.9}}
 train: {{method: lrs, epochs: {EPOCHS}, reference_batch: 8, workers: 0, checkpoint_every: 1e-9}}
-search: {{nodes: [1, 2], max_node_hours: 5}}
+search: {{nodes: [1, 2], max_node_hours: 5, strategy: sweep}}
 """
 
 

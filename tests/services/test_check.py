@@ -72,7 +72,7 @@ def spec(**sections) -> JobSpec:
         "dataset": {"name": "digits"},
         "optimizer": {"lr": 0.1},
         "train": {"epochs": 1},
-        "search": {"nodes": [1, 2], "min_batch": 32, "max_minutes": 6, "max_node_hours": 1},
+        "search": {"nodes": [1, 2], "min_batch": 32, "max_minutes": 6, "max_node_hours": 1, "strategy": "sweep"},
         "pricing": {"kind": "node_hour", "price": 10.0},
     }
     for name, values in sections.items():
@@ -93,9 +93,9 @@ def test_a_scheduler_of_ones_own_that_is_not_there_is_told_before_the_model_is_b
 
 def test_jobs_are_those_of_the_search(found):
     report = check(spec())
-    assert [(job.nodes, job.batches) for job in report.jobs] == [(1, (32, 64, 128, 256, 512)), (2, (32, 128))]
-    assert report.jobs[1].local_batches == (16, 64)
-    assert report.probes == 7
+    assert [(job.nodes, job.batches) for job in report.jobs] == [(1, (32, 64, 128, 256, 512)), (2, (32, 128, 512))]
+    assert report.jobs[1].local_batches == (16, 64, 256)
+    assert report.probes == 8
     assert report.problems == ()
 
 
@@ -192,7 +192,7 @@ def test_memory_bounds_the_batches(found):
     report = check(spec())
     assert report.largest_local_batch == 70  # (200 x 0.9 - 40) / 2
     assert report.jobs[0].batches == (32, 64)
-    assert report.jobs[1].batches == (32, 64)
+    assert report.jobs[1].batches == (32, 64, 128)
 
 
 def test_model_that_does_not_fit_is_a_problem(found):
@@ -292,7 +292,7 @@ def test_failed_estimate_is_a_warning_and_bounds_nothing(found):
     found(footprints=(), estimate_error="it reads numbers", capacity=10)
     report = check(spec())
     assert report.largest_local_batch is None
-    assert report.probes == 7
+    assert report.probes == 8
     assert any("it reads numbers" in warning for warning in report.warnings)
 
 
@@ -873,6 +873,16 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
     assert not any("first round" in warning for warning in check(spec()).warnings)
     report = check(spec(search={"strategy": "adaptive"}))
     assert report.probes <= 4 and any("first round" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"), [(1, [(1, 3), (4, 1)]), (1_000_000, [(1, 5), (2, 1), (4, 3)])], ids=["adaptive", "sweep"]
+)
+def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive(found, epochs, expected):
+    job = spec(search={"strategy": "auto", "nodes": [1, 2, 4]}, train={"epochs": epochs})
+    assert [(one.nodes, len(one.batches)) for one in check(job).jobs] == expected
+    assert any("first round" in warning for warning in check(job).warnings) == (epochs == 1)
+    assert len(check(job, online=False).jobs) == 0, "the size of the dataset is not known"
 
 
 # --- how it computes

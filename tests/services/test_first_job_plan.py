@@ -106,7 +106,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World) -> None:
     found = world.profile()
-    assert len(found.reports[None].measured) == 6
+    assert len(found.reports[None].measured) == 7
     assert world.planned() == [FirstJobPlanned, ProfilePlanned], "what it has settled is shown, not asked again"
     (asked,) = world.confirmed
     assert asked.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 22 / 60)

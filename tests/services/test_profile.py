@@ -201,6 +201,20 @@ def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> 
     assert 4 <= seen < 18 and "expected regret" in plan.certainty
 
 
+def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
+    search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "auto", "max_minutes": 30}
+    short, long = (make_runs.spec(search=search, train={"epochs": epochs}) for epochs in (1, 1_000_000))
+    run = RunDir.create(tmp_path, short)
+    plan = profile.plan(short, inspection(), run)
+    assert plan.in_rounds and batches(plan) == {1: (32, 128, 512), 4: (8,)}
+    assert {task.spec.search.strategy for task in plan.tasks} == {"adaptive"}
+    sweep = profile.plan(long, inspection(), run)
+    assert not sweep.in_rounds and batches(sweep) == {1: (32, 64, 128, 256, 512), 2: (16,), 4: (8, 64, 256)}
+    for task in sweep.tasks:
+        run.write_task(task)
+    assert batches(profile.plan(short, inspection(), run)) == batches(sweep), "a search goes on as it has begun"
+
+
 def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
     plan = profile.plan(rounds.spec(), inspection(), rounds)
     for task in plan.tasks:

@@ -34,8 +34,8 @@ def test_partial_measures_the_four_corners() -> None:
     assert plan("partial") == {2: (16, 256), 16: (2, 256)}
 
 
-def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_a_far_one() -> None:
-    assert plan("sweep") == {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 32)}
+def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_two_far_ones() -> None:
+    assert plan("sweep") == {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 32, 256)}
 
 
 def test_five_measures_three_batches_on_the_fewest_nodes_and_two_on_the_most() -> None:
@@ -125,6 +125,18 @@ def test_rounds_start_from_four_probes_and_say_so() -> None:
     found = next_round(ADAPTIVE, [], inspection=inspected(Truth()))
     assert found.probes == {2: (16, 256, 2048), 16: (2,)} == probes_of(ADAPTIVE)
     assert found.reasons[0] == "2 nodes, local batch 16: one of those to start from" and found.words == ""
+
+
+def test_rounds_start_with_the_far_corner_where_compute_is_not_measured_apart() -> None:
+    job = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 5000, "parallel": "fsdp"})
+    assert probes_of(job) == {2: (16, 256, 2048), 16: (2, 256)}
+    assert next_round(job, [], inspection=inspected(Truth())).probes == {2: (16, 256, 2048), 16: (2, 256)}
+
+
+def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> None:
+    whole = [probe.model_copy(update={"compute_time": None}) for probe in probe_all(Truth(), probes_of(ADAPTIVE))]
+    found = next_round(ADAPTIVE, whole, inspection=inspected(Truth()))
+    assert found.probes == {16: (256,)} and found.reasons == ("16 nodes, local batch 256: one of those to start from",)
 
 
 def probes_of(job: JobSpec) -> dict[int, tuple[int, ...]]:

@@ -347,9 +347,13 @@ class Forecast(Known):
         seconds, low, high = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
         fitted = np.full(len(nodes), np.nan)
         measured = [] if self.supposed else [*self.probes, *self.trained]
-        for index, place in found_at(measured, nodes, local_batch).items():
+        places = found_at(measured, nodes, local_batch)
+        at = list(places)
+        repeats = self.steps.repeats(nodes[at], np.full(len(at), gpus), local_batch[at])
+        for (index, place), spread in zip(places.items(), repeats, strict=True):
             probe = self.probes.get(place)
-            seen = stretches.measured(None if probe is None else probe.step_times, self.trained.get(place, ()))
+            times = None if probe is None else probe.step_times
+            seen = stretches.measured(times, self.trained.get(place, ()), float(spread))
             assert seen is not None
             fitted[index], seconds[index] = seconds[index], seen.seconds
             low[index], high[index] = (np.nan if end is None else end for end in (seen.low, seen.high))

@@ -13,6 +13,8 @@ import numpy as np
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
+from tula_cli.models.time.mixture import StepModel
+from tula_cli.models.time.overlap import Overlap
 from tula_cli.models.time.priors import Floats
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.words import plural
@@ -47,20 +49,32 @@ def regression_summaries(forecast: Forecast) -> Iterator[RegressionSummary]:
     Args:
         forecast: the models, fitted to its probes.
     """
-    yield _of_step_time(forecast.steps)
+    yield from _of_step_time(forecast.steps.model)
     yield _of_paper(forecast.steps)
     yield _of_memory(forecast)
     yield _of_cost(forecast)
 
 
-def _of_step_time(steps: StepTimeFit) -> RegressionSummary:
-    names, result = steps.model.coordinates, steps.model.regression()
+def _of_step_time(model: StepModel) -> Iterator[RegressionSummary]:
+    if isinstance(model, Overlap):
+        yield _of_overlap(model, "step time", "")
+        return
+    for member, weight, name in zip(model.members, model.weights, ("overlapped", "nothing overlapped"), strict=True):
+        yield _of_overlap(
+            member,
+            f"step time, {name}",
+            f"; counts {weight:.0%} of two fits, for whole steps do not tell which is right",
+        )
+
+
+def _of_overlap(model: Overlap, name: str, share: str) -> RegressionSummary:
+    names, result = model.coordinates, model.regression()
     about = (
         "the model of step times at its most probable coordinates, by generalised least squares: whole steps and, where it was"
         f" measured, their compute, then {plural(len(names), 'row')} for the priors. Coordinates are counted from the mean of"
-        " their prior in its standard deviations: one with a standard error near 1 was not determined by the probes"
+        f" their prior in its standard deviations: one with a standard error near 1 was not determined by the probes{share}"
     )
-    return RegressionSummary("step time", about, _coefficients(result, names), _text(result, "ln step time", names))
+    return RegressionSummary(name, about, _coefficients(result, names), _text(result, "ln step time", names))
 
 
 def _of_paper(steps: StepTimeFit) -> RegressionSummary:

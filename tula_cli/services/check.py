@@ -29,7 +29,7 @@ from tula_cli.services.profiling.planned_lengths import (
     planned_lengths,
 )
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
-from tula_cli.services.profiling.worth import Worth, worth
+from tula_cli.services.profiling.worth import Worth, with_strategy, worth
 from tula_cli.services.progress.probe_notes import notes
 from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.saves import cost_of_interruption
@@ -187,6 +187,8 @@ def check(
     """
     inspection, later = _inspected(spec, inspector or inspect) if online else (None, None)
     largest = largest_local_batch(spec, inspection) if inspection else None
+    if inspection:
+        spec = with_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _jobs(spec, inspection, largest=largest)
     fewest = jobs[0].local_batches if jobs else ()
     lengths = planned_lengths(spec, inspection, fewest, (inspector or inspect) if online else None)

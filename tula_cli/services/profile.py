@@ -18,6 +18,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, probe_id
 from tula_cli.services.profiling.allowed_nodes import too_short
+from tula_cli.services.profiling.worth import with_strategy
 from tula_cli.services.progress.probe_notes import notes
 from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
 from tula_cli.spec.job import JobSpec
@@ -41,6 +42,7 @@ class ProfilePlan:
     price: str = ""  # in words, with unit, source and date
     reasons: tuple[str, ...] = ()  # why each of these probes, with strategy: adaptive
     certainty: str = ""  # how certain the decisions are, with strategy: adaptive
+    in_rounds: bool = False  # further probes may follow from the results
 
     @property
     def missing(self) -> int:
@@ -89,6 +91,8 @@ def plan(
         SpecError: a file of the user's code cannot be read.
     """
     source = choose(run, spec, Path.cwd(), keep=True)
+    largest = largest_local_batch(spec, inspection)
+    spec = with_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     known = {result.id: result for result in run.results()} if run else {}
     wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere, sizes=sizes)
     tasks = []
@@ -114,6 +118,7 @@ def plan(
         price=price_words(spec.pricing),
         reasons=found.reasons,
         certainty=found.words,
+        in_rounds=spec.search.strategy == "adaptive",
     )
 
 

@@ -33,9 +33,9 @@ ByNodes = Mapping[int, Sequence[int]]
 
 
 def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
-    """Return what the spec's strategy measures: number of nodes to ascending local batches; of `adaptive` the start.
+    """Return what the spec's strategy measures: number of nodes to ascending local batches.
 
-    A number of nodes on which no batch is feasible is left out.
+    Of `adaptive` it is the first round, of `auto` a sweep (`profiling.worth.with_strategy` decides between them). A number of nodes on which no batch is feasible is left out.
 
     Args:
         spec: search and cluster are read.
@@ -47,7 +47,11 @@ def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[
     """
     found = feasible(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     by_nodes = _by_nodes(spec, found)
-    chosen = STRATEGIES[spec.search.strategy](by_nodes)
+    strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
+    if strategy == "adaptive":
+        chosen = _start(by_nodes, whole_steps=_whole_steps(spec, ()))
+    else:
+        chosen = STRATEGIES[strategy](by_nodes)
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
 
 
@@ -100,7 +104,8 @@ def next_round(
     fitting = {c for c in found if not ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)}
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
-    start = adaptive.first(_by_nodes(spec, fitting or found).items())
+    measured = [result for result in results if isinstance(result, Measured)]
+    start = adaptive.first(_by_nodes(spec, fitting or found).items(), whole_steps=_whole_steps(spec, measured))
     if missing := [probe for probe in start if probe not in known]:
         reasons = [f"{place(*probe)}: one of those to start from" for probe in missing]
         return Round(grouped(missing), tuple(reasons), "")
@@ -126,6 +131,14 @@ def next_round(
     return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
 
 
+def _whole_steps(spec: JobSpec, measured: Iterable[Measured]) -> bool:
+    """Return whether probes time whole steps alone; before any has told, whether that is to be expected of the job."""
+    together = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
+    if not together:
+        return spec.script is not None or spec.train.sharded
+    return all(probe.compute_time is None for probe in together)
+
+
 def _weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ...]:
     """Return what is weighed, fastest first: of many configurations the fastest and the cheapest of each batch, and those that
     were measured. What they cost to weigh against each other grows with the square of their number.
@@ -144,7 +157,6 @@ def _weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ..
 
 def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
     from tula_cli.models.choice.adaptive import Candidate
-    from tula_cli.models.choice.objective import INTERVAL
 
     search = forecast.spec.search
     start = statistics.median(probe.overheads.startup for probe in forecast.probes.values())
@@ -159,8 +171,19 @@ def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
         probe_seconds=row.nodes * search.probe_seconds(row.step_time),
         job_seconds=row.nodes * (start + forecast.shutdown),
         measured=row.step_time if row.measured else None,
-        doubt=math.log(row.step_high / row.step_low) / INTERVAL if row.step_low and row.step_high else 0.0,
+        doubt=_doubt(forecast, row),
     )
+
+
+def _doubt(forecast: "Forecast", row: Prediction) -> float:
+    """Return the standard deviation of ln of a step time beyond that from one job to the next, which no probe makes less."""
+    from tula_cli.models.choice.objective import INTERVAL
+
+    if not row.step_low or not row.step_high:
+        return 0.0
+    gpus, widened = forecast.spec.cluster.gpus_per_node, forecast.calibration.step
+    (repeats,) = widened * forecast.steps.repeats([row.nodes], [gpus], [row.local_batch])
+    return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
 
 
 def grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
@@ -255,12 +278,14 @@ def _partial(by_nodes: ByNodes) -> dict[int, set[int]]:
 
 
 def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Every batch on the fewest nodes, the smallest on the others, and the one in the middle on the most.
+    """Every batch on the fewest nodes, the smallest on the others, and the one in the middle and the largest on the most.
 
-    There compute and synchronisation take over from each other; where the largest batch is, compute alone is seen again.
+    Around the middle compute and synchronisation take over from each other. The largest shows how much of the synchronisation
+    compute hides, and is often the cheapest.
     """
     chosen = {nodes: {local_batches[0]} for nodes, local_batches in by_nodes.items()}
-    chosen[max(by_nodes)].add(_middle(by_nodes[max(by_nodes)]))
+    many = by_nodes[max(by_nodes)]
+    chosen[max(by_nodes)] |= {_middle(many), many[-1]}
     chosen[min(by_nodes)] = set(by_nodes[min(by_nodes)])
     return chosen
 
@@ -290,11 +315,12 @@ def _two(by_nodes: ByNodes) -> dict[int, set[int]]:
     return {min(by_nodes): {local_batches[0], _middle(local_batches)}}
 
 
-def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
     """The first round of `next_round`."""
     from tula_cli.models.choice.adaptive import first
 
-    return {nodes: set(local_batches) for nodes, local_batches in grouped(first(by_nodes.items())).items()}
+    start = first(by_nodes.items(), whole_steps=whole_steps)
+    return {nodes: set(local_batches) for nodes, local_batches in grouped(start).items()}
 
 
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {

@@ -118,17 +118,17 @@ def trained(seconds: float, *, noise: float = REPEATS, until: float = 0.0) -> Tr
 
 def test_probe_and_trainings_count_by_their_noise() -> None:
     probe = (0.1,) * 20
-    alone, both = stretches.measured(probe, ()), stretches.measured(probe, [trained(0.101)])
-    assert alone == observed(probe) and stretches.measured(None, ()) is None
+    alone, both = stretches.measured(probe, (), 0.01), stretches.measured(probe, [trained(0.101)], 0.01)
+    assert alone == observed(probe, 0.01) and stretches.measured(None, (), 0.01) is None
     assert both is not None and both.seconds == pytest.approx(0.1005, rel=1e-4)
     assert both.high is not None and alone is not None and alone.high is not None and both.low is not None
     assert math.log(both.high / both.low) < math.log(alone.high / (alone.low or 0.0)), "two jobs tell more than one"
-    doubtful = stretches.measured(probe, [trained(0.12, noise=0.2)])
+    doubtful = stretches.measured(probe, [trained(0.12, noise=0.2)], 0.01)
     assert doubtful is not None and doubtful.seconds < 0.1005
 
 
 def test_where_they_disagree_the_interval_holds_both() -> None:
-    found = stretches.measured((0.1,) * 20, [trained(0.115)])
+    found = stretches.measured((0.1,) * 20, [trained(0.115)], 0.01)
     assert found is not None and found.low is not None and found.high is not None
     assert found.low < 0.1 and found.high > 0.115
 

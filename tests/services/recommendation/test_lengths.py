@@ -28,7 +28,7 @@ TEXT: dict[str, Any] = {
     "dataset": {"name": "python_source", "args": {"length": 128, "size": 100_000}},
     "optimizer": {"name": "AdamW", "lr": 0.001},
     "train": {"epochs": 2, "method": "lbt"},
-    "search": {"nodes": [2, 1], "min_batch": 32, "max_batch": 256, "max_node_hours": 10, "sequence": {"lengths": [64, 128, 256]}},
+    "search": {"nodes": [2, 1], "min_batch": 32, "max_batch": 256, "max_node_hours": 10, "strategy": "sweep", "sequence": {"lengths": [64, 128, 256]}},
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def test_profile_measures_the_lengths_as_jobs_of_their_own(tmp_path: Path) -> No
     run = RunDir.of(tmp_path, job)
     found, _ = planned(job, run, 1500)
     assert found["length-64"] == {1: (32, 128, 256)} and found["length-256"] == {1: (32, 64, 128)}
-    assert found[None] == {1: (32, 64, 128, 256), 2: (16, 64)}
+    assert found[None] == {1: (32, 64, 128, 256), 2: (16, 64, 128)}
     found, told = planned(job, run, 250)
     assert set(found) == {None, "length-64"} and told and told[0].startswith("length 256 is left out: out of memory")
     with pytest.raises(Infeasible):

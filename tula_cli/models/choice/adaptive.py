@@ -64,16 +64,18 @@ class Proposal:
     words: str  # how certain the decisions are, in one line
 
 
-def first(by_nodes: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[int, int]]:
+def first(by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = False) -> list[tuple[int, int]]:
     """Return the probes (nodes, local batch) to start from: three batches on the fewest nodes, the smallest on the most.
 
     Args:
         by_nodes: numbers of nodes with their ascending local batches; at least one.
+        whole_steps: probes do not measure compute apart from synchronisation. Then the largest batch on the most nodes is one
+            of them: without it nothing tells how much of the synchronisation is hidden, and no interval is to be trusted.
     """
     sizes = sorted((nodes, tuple(batches)) for nodes, batches in by_nodes)
     (fewest, batches), (most, their) = sizes[0], sizes[-1]
     ends = [(fewest, batch) for batch in (batches[0], batches[len(batches) // 2], batches[-1])]
-    return list(dict.fromkeys([*ends, (most, their[0])]))
+    return list(dict.fromkeys([*ends, (most, their[0]), *([(most, their[-1])] if whole_steps else [])]))
 
 
 def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float, widened: float = 1.0) -> Proposal:

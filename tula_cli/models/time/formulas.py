@@ -139,7 +139,7 @@ class Parts:
     floor: Floats  # share of the floor in the compute's sum of q-th powers
     forward: Floats  # phi, shape (1,) or (k, 1)
     exposed: Floats  # tau, likewise
-    p: float
+    p: float | Floats  # an array, shape (k, 1), of draws of several fits
     q: float
 
     def log_step(self) -> Floats:

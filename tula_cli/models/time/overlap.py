@@ -139,6 +139,16 @@ class Overlap:
         """Return derivatives of ln t by z beside those of the local residuals, which follow from what z leaves."""
         return found.of_step - told.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
 
+    @property
+    def whole_steps_alone(self) -> bool:
+        """Whether steps hold synchronisation, and no probe has measured their compute apart from it."""
+        return self._data.whole_steps_alone
+
+    @property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the probes, up to a constant that is the same for all fits to them."""
+        return self._fitted.log_evidence
+
     def regression(self) -> "RegressionResultsWrapper":
         """Return the final generalised least squares by statsmodels, with its summary; `coordinates` names its parameters."""
         return self._fitted.regression
@@ -251,6 +261,11 @@ class _Data:
     def has_compute(self) -> Flags:
         return np.isfinite(self.log_compute)
 
+    @property
+    def whole_steps_alone(self) -> bool:
+        together = ~self.at.points.alone
+        return bool(together.any()) and not bool(self.has_compute[together].any())
+
     def spread_as(self, found: Values, level: float) -> _Spread:
         """Return how the rows spread where the noise is `level` times that of other clusters."""
         has, points, own, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
@@ -301,6 +316,12 @@ class _Fitted:
     def improbability(self) -> float:
         """-2 ln of the posterior density, up to a constant."""
         return float(self.residuals @ self.residuals + self.z @ self.z)
+
+    @cached_property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the rows by Laplace's approximation, up to a constant."""
+        scale, curvature = np.linalg.slogdet(self.spread.whitener)[1], np.linalg.slogdet(self.precision)[1]
+        return float(scale - (self.improbability + curvature) / 2)
 
     @cached_property
     def whitened(self) -> Floats:
@@ -361,8 +382,7 @@ def _starts(z: Floats, data: _Data) -> list[Floats]:
     Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb
     from little synchronisation ends at the floor.
     """
-    together = ~data.at.points.alone
-    if not together.any() or data.has_compute[together].any():
+    if not data.whole_steps_alone:
         return [z]
     return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
 

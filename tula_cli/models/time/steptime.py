@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.time import overlap as models_time_overlap
+from tula_cli.models.time import mixture
 from tula_cli.models.time.formulas import Points, additive, additive_rows
+from tula_cli.models.time.mixture import Mixture, StepModel
 from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift
-from tula_cli.models.time.overlap import Overlap
 from tula_cli.models.time.priors import PRIORS, Priors
 from tula_cli.words import place, plural
 
@@ -23,7 +23,9 @@ Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Floats | Ints
 
 T_BLOCKS = 2.132  # Student's t, 95 %, for the blocks of `drift` (4 degrees of freedom)
-REPEATS = 0.015  # standard deviation of the same job started again, as a share: what the steadiest clusters show
+REPEATS = 0.015
+"""Standard deviation of the mean step of one job from that of the next, as a share, on the steadiest clusters: the least there is.
+What it is on the cluster at hand the fit learns (`StepTimeFit.repeats`)."""
 _UNSTEADY = 0.1  # a probe whose noise is above this share of its step time is pointed out
 FURTHEST = 8
 """The most times as many nodes as any probe had that a step time is predicted for."""
@@ -69,15 +71,19 @@ class Estimate:
     fitted: float | None = None  # what the model says where seconds are measured ones
 
 
-def observed(step_times: Sequence[float]) -> Estimate:
+def observed(step_times: Sequence[float], repeats: float) -> Estimate:
     """Return the step time of a configuration that was measured.
 
     The interval is that of one more block of steps, in another job on the same cluster.
+
+    Args:
+        step_times: of one job.
+        repeats: standard deviation of one job from what all take on average, as a share; two differ by that of both.
     """
     seconds, spread = centre(step_times), drift(step_times)
     if spread is None:
         return Estimate(seconds)
-    half = math.hypot(T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * REPEATS * seconds)
+    half = math.hypot(T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * math.sqrt(2) * repeats * seconds)
     return Estimate(seconds, max(0.0, seconds - half), seconds + half)
 
 
@@ -127,7 +133,7 @@ class StepTimeFit:
     words: str  # the fit in one line
     warnings: tuple[str, ...]
     error: float | None  # median relative residual; None where exactly determined
-    model: Overlap = field(repr=False)
+    model: StepModel = field(repr=False)
     _scope: _Scope = field(repr=False)
     _seen: tuple[Observation, ...] = field(repr=False)
 
@@ -200,6 +206,14 @@ class StepTimeFit:
         log_seconds, sd = (np.concatenate(parts) for parts in zip(*told, strict=True))
         return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
 
+    def repeats(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
+        """Return by how much one job differs from what all take on average at a configuration, as a share, shape (n,).
+
+        A standard deviation: 3 % of steps without synchronisation by the prior, and as much more or less as probes and trainings
+        of the run are off the fit, and off each other where several measured one configuration.
+        """
+        return self.model.measurement_noise(self.points(nodes, gpus_per_node, local_batch))
+
     def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
         """Return the seconds of a step without synchronisation; `refusal` is not asked."""
         return float(self.model.parts(self.points([nodes], [gpus_per_node], [local_batch]))[1][0])
@@ -261,7 +275,7 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
         np.array([o.gpus_per_node for o in seen], dtype=float),
         np.array([o.local_batch for o in seen], dtype=float),
     )
-    model = models_time_overlap.fit(
+    model = mixture.fit(
         points,
         step=seconds,
         compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in seen]),
@@ -355,7 +369,7 @@ def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Flo
 
 
 def _words(
-    model: Overlap, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
+    model: StepModel, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
 ) -> str:
     """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is.
 
@@ -377,7 +391,9 @@ def _words(
         parts.append(_range(sync, [f"{plural(round(count), scope.noun)}{of}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
     said = ", overlapped with synchronisation ".join(parts)
-    alone = " by their whole steps alone" if len(together) and not _apart(observations) else ""
+    alone = ""
+    if isinstance(model, Mixture):
+        alone = f" by their whole steps alone, that compute hides synchronisation is {model.overlapped:.0%} likely"
     trained = sum(o.doubt is not None for o in observations)
     told = plural(len(points) - trained, "probe") + f" and {plural(trained, 'training')}" * bool(trained)
     return f"step = compute {said} ({told}{alone}, {quality})"

@@ -13,7 +13,7 @@ from statistics import median, median_low
 
 from tula_cli.models.observations import observation
 from tula_cli.models.time import steptime, stretches
-from tula_cli.models.time.overlap import Overlap
+from tula_cli.models.time.mixture import StepModel
 from tula_cli.models.time.priors import PRIORS, SHARDED, Local, Priors
 from tula_cli.models.time.steptime import Observation, StepTimeFit
 from tula_cli.run.records.probes import Measured, RankPace
@@ -132,7 +132,7 @@ def _against_the_others(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, 
     }
 
 
-def held_up(observations: Sequence[Observation], model: Overlap) -> str:
+def held_up(observations: Sequence[Observation], model: StepModel) -> str:
     """Say where something holds up ranks that is neither their compute nor the gradients' synchronisation; empty where not.
 
     Args:

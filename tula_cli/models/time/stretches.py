@@ -100,7 +100,7 @@ def by_place(trained: Iterable[TrainedSteps]) -> dict[tuple[int, int], list[Trai
     return found
 
 
-def measured(probe: Sequence[float] | None, trained: Sequence[TrainedSteps]) -> Estimate | None:
+def measured(probe: Sequence[float] | None, trained: Sequence[TrainedSteps], repeats: float) -> Estimate | None:
     """Return the step time of a configuration that a probe, trainings or both have measured, with its 90 % interval.
 
     Each counts by its precision; where they differ by more than their noises explain, their mean is as much less certain
@@ -109,10 +109,11 @@ def measured(probe: Sequence[float] | None, trained: Sequence[TrainedSteps]) -> 
     Args:
         probe: its step times; None where there is none.
         trained: at this configuration.
+        repeats: standard deviation of one job from what all take on average, as a share.
     """
     if not trained:
-        return None if probe is None else observed(probe)
-    between = REPEATS**2 / 2  # of one job; two differ by twice that
+        return None if probe is None else observed(probe, repeats)
+    between = repeats**2
     known = [(centre(one.step_times), max(0.0, one.noise**2 - REPEATS**2)) for one in trained]
     if probe is not None and (spread := drift(probe)) is not None:
         seconds = centre(probe)

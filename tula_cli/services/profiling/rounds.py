@@ -83,7 +83,7 @@ def plans(
     """
     found: list[tuple[Part, ProfilePlan]] = []
     errors = []
-    rounds = any(part.spec.search.strategy == "adaptive" for part in parts)
+    rounds = any(part.spec.search.strategy in ("auto", "adaptive") for part in parts)
     spent = {part.name: profile.spent(part.run) if rounds else 0.0 for part in parts}
     for part in parts:
         elsewhere = sum(spent.values()) - spent[part.name] + sum(plan.node_hours_at_most for _, plan in found)
@@ -194,7 +194,7 @@ class _SubmittedPart:
     @property
     def goes_on(self) -> bool:
         """Whether a further round may follow from the results."""
-        return self.part.spec.search.strategy == "adaptive" and profile.measured(self.part.run, self.plan)
+        return self.plan.in_rounds and profile.measured(self.part.run, self.plan)
 
 
 @dataclass

@@ -54,5 +54,5 @@ def unsettled(spec: JobSpec, *, why: NotInspected | None) -> UnsettledPlan:
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
         cap=cap,
-        adaptive=search.strategy == "adaptive",
+        adaptive=search.strategy in ("auto", "adaptive"),
     )

@@ -63,10 +63,10 @@ class _Seen:
         found = [self.probes[place] for place in places if place in self.probes]
         return [*found, *(observation(one) for place in places for one in self.trained.get(place, ()))]
 
-    def seconds(self, place: Place) -> float:
-        """Return what probe and trainings of a configuration have measured together."""
+    def seconds(self, place: Place, repeats: float) -> float:
+        """Return what probe and trainings of a configuration have measured together; jobs differ by `repeats`."""
         probe = self.probes.get(place)
-        found = measured(None if probe is None else probe.step_times, self.trained.get(place, ()))
+        found = measured(None if probe is None else probe.step_times, self.trained.get(place, ()), repeats)
         assert found is not None
         return found.seconds
 
@@ -165,4 +165,8 @@ def _foreseen(seen: _Seen, observations: Sequence[Observation], places: Sequence
     priors, gpus = SHARDED if spec.train.sharded else PRIORS, spec.cluster.gpus_per_node
     fit = steptime.fit([*observations, *seen.elsewhere], collective=spec.cluster.collective, priors=priors)
     told = [(nodes, local) for nodes, local in places if not fit.refusal(nodes, gpus, local)]
-    return [(seen.seconds(place), fit.predict(place[0], gpus, place[1])) for place in told]
+    repeats = [float(fit.repeats([nodes], [gpus], [local])[0]) for nodes, local in told]
+    return [
+        (seen.seconds(place, spread), fit.predict(place[0], gpus, place[1]))
+        for place, spread in zip(told, repeats, strict=True)
+    ]

@@ -23,10 +23,11 @@ class Search(Section):
     )
     min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
     max_batch: Positive | None = None  # besides memory and the dataset's size
-    # sweep: all batches on the fewest nodes, the smallest elsewhere, the middle one on the most; five: three batches on the
-    # fewest nodes, two on the most; partial: the four corners; full: all; adaptive: in rounds; few: the smallest batch and
-    # the two largest, on the fewest nodes; two: the smallest and the middle one there
-    strategy: Literal["sweep", "five", "partial", "full", "adaptive", "few", "two"] = "sweep"
+    # auto: adaptive, or sweep for a long training; sweep: all batches on the fewest nodes, the smallest elsewhere, the middle
+    # and the largest on the most; five: three batches on the fewest nodes, two on the most; partial: the four corners; full:
+    # all; adaptive: in rounds; few: the smallest batch and the two largest, on the fewest nodes; two: the smallest and the
+    # middle one there
+    strategy: Literal["auto", "sweep", "five", "partial", "full", "adaptive", "few", "two"] = "auto"
     sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
     # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %

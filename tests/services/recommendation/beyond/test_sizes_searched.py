@@ -61,7 +61,7 @@ def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunD
     one, two, four = run.parts(run.spec())
     assert [part.type for part in (one, two, four)] == ["gpus-1", "gpus-2", "gpus-4"]
     assert planned(one) == {1: (32, 256)} and planned(two) == {1: (16, 128)}
-    assert {nodes: len(batches) for nodes, batches in planned(four).items()} == {1: 8, 2: 1, 4: 2}
+    assert {nodes: len(batches) for nodes, batches in planned(four).items()} == {1: 8, 2: 1, 4: 3}
     every = RunDir(run.path).parts(job(strategy="full"))
     assert [sum(map(len, planned(part).values())) for part in every] == [21, 23, 24]
 

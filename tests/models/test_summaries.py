@@ -1,0 +1,20 @@
+from make_results import Truth, probe_all, spec
+
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.summaries import regression_summaries
+
+PROBES = {2: (16, 64, 256), 4: (16,), 8: (16, 64, 256)}
+
+
+def test_steps_whose_compute_was_measured_have_one_regression() -> None:
+    found = list(regression_summaries(Forecast.from_results(spec(), probe_all(Truth(), PROBES))))
+    assert [one.name for one in found] == ["step time", "step time by the paper", "memory", "cost"]
+
+
+def test_whole_steps_have_one_with_overlap_and_one_without_and_their_probabilities() -> None:
+    whole = [probe.model_copy(update={"compute_time": None}) for probe in probe_all(Truth(), PROBES)]
+    overlapped, additive, *_ = regression_summaries(Forecast.from_results(spec(), whole))
+    assert (overlapped.name, additive.name) == ("step time, overlapped", "step time, nothing overlapped")
+    assert overlapped.coefficients["level"] != additive.coefficients["level"] and "ln step time" in additive.summary
+    shares = [int(one.about.partition("counts ")[2].partition("%")[0]) for one in (overlapped, additive)]
+    assert sum(shares) in (99, 100, 101)

@@ -1,0 +1,89 @@
+import math
+
+import numpy as np
+import pytest
+
+from tula_cli.models.time import steptime
+from tula_cli.models.time.mixture import Mixture
+from tula_cli.models.time.overlap import Overlap
+from tula_cli.models.time.steptime import Observation, StepTimeFit
+
+SWEEP = [*((1, b) for b in (16, 32, 64, 128, 256)), (2, 16), (4, 16), (8, 16), (8, 64), (8, 256)]
+UNSEEN = [(n, b) for n in (2, 4, 8) for b in (32, 64, 128, 256) if (n, b) not in SWEEP]
+
+
+def step(nodes: int, batch: int, *, overlapped: bool, sync: float = 0.06) -> tuple[float, float]:
+    """Return the seconds of a step and of its compute, two thirds of which may hide the synchronisation."""
+    compute, traffic = 0.02 + 0.0005 * batch, sync * nodes**0.2 if nodes > 1 else 0.0
+    hidden = max(compute * 2 / 3, traffic) - compute * 2 / 3 if overlapped else traffic
+    return compute + hidden + (0.07 * traffic if overlapped else 0.0), compute
+
+
+def fitted(probes: list[tuple[int, int]], *, overlapped: bool, whole: bool = True) -> StepTimeFit:
+    seen = []
+    for nodes, batch in probes:
+        seconds, compute = step(nodes, batch, overlapped=overlapped)
+        seen.append(Observation(nodes, 1, batch, (seconds,) * 10, math.nan if whole else compute))
+    return steptime.fit(seen, collective="ring")
+
+
+def worst(predicted: np.ndarray, *, overlapped: bool) -> float:
+    truth = np.log([step(nodes, batch, overlapped=overlapped)[0] for nodes, batch in UNSEEN])
+    return float(np.abs(predicted - truth).max())
+
+
+def test_where_the_compute_is_known_or_nothing_is_synchronised_there_is_one_fit() -> None:
+    assert isinstance(fitted(SWEEP, overlapped=True, whole=False).model, Overlap)
+    assert isinstance(fitted([(1, 16), (1, 64)], overlapped=True).model, Overlap)
+
+
+def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:
+    fit = fitted(SWEEP, overlapped=False)
+    assert isinstance(fit.model, Mixture) and fit.model.overlapped < 0.5
+    assert f"that compute hides synchronisation is {fit.model.overlapped:.0%} likely" in fit.words
+    nodes, batches = np.transpose(UNSEEN)
+    points = fit.points(nodes, np.ones(len(UNSEEN)), batches)
+    overlap_alone, together = (
+        worst(model.predict(points)[0], overlapped=False) for model in (fit.model.members[0], fit.model)
+    )
+    assert together < 0.75 * overlap_alone
+
+
+def test_steps_that_hide_their_synchronisation_are_recognised() -> None:
+    fit = fitted(SWEEP, overlapped=True)
+    assert isinstance(fit.model, Mixture) and fit.model.overlapped > 0.9
+    assert "synchronisation" in fit.words and "alone" not in fitted(SWEEP, overlapped=True, whole=False).words
+
+
+def test_a_prediction_holds_how_far_the_members_are_apart() -> None:
+    fit = fitted([(1, 16), (1, 256), (8, 16)], overlapped=True)
+    assert isinstance(fit.model, Mixture)
+    points = fit.points([8, 8], [1, 1], [64, 256])
+    mean, sd = fit.model.predict(points)
+    means, sds = zip(*(member.predict(points) for member in fit.model.members), strict=True)
+    assert mean == pytest.approx(fit.model.weights @ means)
+    assert sd**2 == pytest.approx(fit.model.weights @ (np.square(sds) + np.square(means - mean)))
+    joint, covariance = fit.model.joint(points)
+    assert joint == pytest.approx(mean)
+    assert np.diag(covariance) + fit.model.measurement_noise(points) ** 2 == pytest.approx(sd**2, rel=1e-6)
+    step_time, compute, sync = fit.model.parts(points)
+    assert ((compute < step_time) & (sync > 0)).all()
+
+
+def test_each_member_is_drawn_as_often_as_it_is_likely() -> None:
+    fit = fitted([(1, 16), (1, 256), (8, 16)], overlapped=True)
+    assert isinstance(fit.model, Mixture)
+    points = fit.points([8, 8, 1], [1, 1, 1], [64, 256, 64])
+    drawn = fit.model.draws(points, count=200, measured=False)
+    assert drawn.log_step().shape == (200, 3)
+    assert int(np.sum(drawn.parts.p == 1.0)) == pytest.approx(200 * fit.model.weights[1], abs=1)
+    mean, covariance = fit.model.joint(points)
+    assert drawn.log_step().mean(axis=0) == pytest.approx(mean, abs=float(np.sqrt(np.diag(covariance)).max()))
+    again = fit.model.draws(points, count=200, measured=False)
+    assert (drawn.log_step() == again.log_step()).all()
+
+
+def test_evidence_that_leaves_no_doubt_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Overlap, "log_evidence", property(lambda model: -1e6 * model._frame.priors.p))
+    model = fitted(SWEEP, overlapped=True).model
+    assert isinstance(model, Mixture) and model.weights[1] == pytest.approx(1.0) and np.isfinite(model.weights).all()

@@ -646,7 +646,7 @@ def test_failures_are_told_when_they_happen_and_diverged_ones_are_counted(here: 
     here.fails, here.diverges = ("ags",), ("lbt-x4",)
     code, out, err = tula(*ASKED)
     assert code == JobFailed.exit_code and "6 of 24 trainings failed" in err
-    assert "ags, batch 128, seed 5 failed: training ended at attempt 1: KeyError: 'x'" in err
+    assert "ags, batch 128, seed 5 failed: Training failed on attempt 1: KeyError: 'x'" in err
     (line, *_) = [line for line in out.splitlines() if "lbt-x4" in line]
     assert re.search(r"lbt-x4 +0 +- .*1 diverged", line)
 

@@ -171,8 +171,8 @@ def ended(run: RunDir, outcome: str | None, message: str = "it ended") -> TrainT
     ("outcome", "error", "words"),
     [
         ("device_oom", OutOfMemoryAtMinimum, "smallest batch, 64"),
-        ("user", JobFailed, r"rank 1 on n1\): it ended"),
-        ("diverged", Diverged, r"rank 1 on n1\): it ended\n"),
+        ("user", JobFailed, r"rank 1, n1\): it ended"),
+        ("diverged", Diverged, r"rank 1, n1\): it ended\n"),
         ("signal", JobFailed, "it ended"),
         ("cancelled", JobFailed, "it ended"),
         (None, Pending, "has not ended"),

@@ -1,4 +1,4 @@
-"""What the ending of a training is to the user: an error with its exit code and what to do."""
+"""Map how a training ended to the error, exit code and hint that the user gets."""
 
 import shutil
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.status import RunStatus
 
 DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
-CANCELLED = "the same command goes on where the newest checkpoint stands"
+CANCELLED = "the same command resumes from the newest checkpoint"
 
 
 def micro_batch(task: TrainTask) -> int:
@@ -23,7 +23,7 @@ def micro_batch(task: TrainTask) -> int:
 
 
 def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> TulaError:
-    """Return what the ending of a training is to the user.
+    """Return the error for how a training ended.
 
     Args:
         task: its newest task.
@@ -32,12 +32,12 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
     """
     attempt = attempts[-1]
     if attempt.outcome is None or attempt.outcome == "done":
-        return Pending(f"training {task.signature} has not ended", "tula status shows where it stands")
-    where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
+        return Pending(f"training {task.signature} has not ended", "tula status shows how far it is")
+    where = f" (rank {attempt.rank}, {attempt.host})" if attempt.rank is not None else ""
     hint = advice(attempt.outcome, attempt.message, spec=task.spec)
-    message = f"training ended at attempt {task.attempt}{where}: {attempt.message}"
+    message = f"Training failed on attempt {task.attempt}{where}: {attempt.message}"
     if attempt.outcome == "cancelled":
-        return JobFailed(message, CANCELLED)
+        return JobFailed(f"Training was cancelled on attempt {task.attempt}{where}: {attempt.message}", CANCELLED)
     if attempt.outcome == "device_oom":
         cut = f" with micro-batches of {micro_batch(task)}" if task.splits > 1 else ""
         return OutOfMemoryAtMinimum(
@@ -45,7 +45,7 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
             hint,
         )
     if attempt.outcome == "diverged":
-        stays = f"; the checkpoint at {kept} samples is finite and stays" if kept else ""
+        stays = f"; the checkpoint at {kept} samples is finite and is kept" if kept else ""
         limit = task.max_lr_factor
         again = "" if limit is None else f"; it had been restarted with train.max_lr_factor {limit:g}"
         return Diverged(f"{message}{again}{stays}", hint)
@@ -59,14 +59,14 @@ def require_found(now: RunStatus, job_id: str) -> None:
     """Refuse to call a lost job pending.
 
     Raises:
-        JobFailed: the job is gone and has not said why.
+        JobFailed: the job is gone and no log says why.
     """
     for job in now.jobs:
         if job.id == job_id and job.state == "lost":
             if shutil.disk_usage(now.path).free < DISK_IS_FULL:
                 raise DiskFull(
                     f"{job.id} ended because the disk that holds {now.path} is full",
-                    "free some space and run the same command again; it goes on where the newest checkpoint stands",
+                    "free some space and run the same command again; it resumes from the newest checkpoint",
                 )
             raise JobFailed(f"{job.id} is gone: {job.reason}", CANCELLED)
 
@@ -89,5 +89,5 @@ def report(run: RunDir, signature: str) -> Summary:
         raise JobFailed(f"training {signature} was cancelled", CANCELLED)
     attempts = run.training(signature).attempts()
     if task is None or not attempts:
-        raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
+        raise Pending(f"training {signature} has not started", "tula status shows what it waits for")
     raise failure_of(task, attempts, kept=run.training(signature).newest_samples())

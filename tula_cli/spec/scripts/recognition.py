@@ -31,7 +31,7 @@ _MEANINGS = {
     "epochs": r"(?:n_?|(?:num_|max_)?(?:train_)?)epochs|(?:num|max|end)_epochs?",
     "steps": r"(?:max|num|total|train|max_train)_(?:steps|iters?|updates?)|num_iterations",
     "workers": r"j|(?:num_|dataloader_num_|data_)?workers",
-    "out": r"out(?:put)?_dir|output|save_dir|checkpoint_dir|default_root_dir|work_dir",
+    "out": r"out|out(?:put)?_?(?:dir|folder|path)|output|(?:save|checkpoint|ckpt|work|exp(?:eriment)?)_dir|default_root_dir|logdir",
     "seed": r"seed",
     "resume": r"resume(?:_from(?:_checkpoint)?)?|ckpt_path",
 }

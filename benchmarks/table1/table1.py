@@ -99,7 +99,7 @@ def train_all(keys: Sequence[Key], options: argparse.Namespace, ranks: Ranks) ->
                 result = train(key, options, ranks)
             except TulaError as error:
                 skipped.add(key[:2])
-                print(f"{words_of(key)}: skipped: {error.message}", file=sys.stderr, flush=True)
+                print(f"{words_of(key)}: skipped: {error}", file=sys.stderr, flush=True)
                 continue
             table1_summary.append(options.results, key, result)
         left = pace * sum(expected_seconds(other, results) for other in remaining if other != key)

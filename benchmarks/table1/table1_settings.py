@@ -17,7 +17,7 @@ class Method:
     schedule: Mapping[str, Any] = field(default_factory=dict)
     ags: Mapping[str, Any] = field(default_factory=dict)
     lr: float = 1.0  # factor of the setting's learning rate
-    small: bool = False  # at the small batch
+    times: int | None = None  # the small batch that it ends at; None: the setting's large batch
     as_long_as_ramp: bool = False  # as many epochs as give the number of steps that `ramp: auto` takes
     same_tricks: str = ""  # the row of the small batch with the same steps and schedule
 
@@ -28,9 +28,9 @@ BETA1 = {"args": {"betas": [0.8, 0.999]}}
 NO_WARMUP = {"warmup_epochs": 0.0}
 
 METHODS: Mapping[str, Method] = {
-    "small": Method({"method": "lbt"}, small=True),
-    "small-ortho": Method({"method": "ortho"}, schedule=NO_WARMUP, small=True),
-    "small-ortho-late": Method({"method": "ortho"}, schedule=LATE | NO_WARMUP, small=True),
+    "small": Method({"method": "lbt"}, times=1),
+    "small-ortho": Method({"method": "ortho"}, schedule=NO_WARMUP, times=1),
+    "small-ortho-late": Method({"method": "ortho"}, schedule=LATE | NO_WARMUP, times=1),
     "lbt": Method({"method": "lbt"}),
     "lbt-x4": Method({"method": "lbt"}, lr=4.0),
     "lbt-longer": Method({"method": "lbt"}, as_long_as_ramp=True),
@@ -53,12 +53,13 @@ METHODS: Mapping[str, Method] = {
     "ramp-uncapped": Method({"method": "ramp", "max_lr_factor": None}, same_tricks=ORTHO),
     "ramp-late": Method({"method": "ramp"}, schedule=LATE, same_tricks="small-ortho-late"),
     "ramp-late-beta1": Method({"method": "ramp"}, optimizer=BETA1, schedule=LATE, same_tricks="small-ortho-late"),
-    "decay": Method({"method": "ramp", "ramp": "decay"}, same_tricks=ORTHO),
+    "decay": Method({"method": "lbt", "ramp": "decay"}, times=8),
+    "decay-ortho": Method({"method": "ramp", "ramp": "decay"}, times=8, same_tricks=ORTHO),
     "auto": Method({"method": "auto"}),
 }  # fmt: skip
 ADAMW = (
     "small", "lbt", "ramp", "small-ortho", "ortho", "ramp-plain-sqrt", "sqrt", "ramp-late", "ramp-late-beta1", "decay",
-    "lbt-x4", "ags", "small-ortho-late", "lbt-longer", "lamb", "ortho-late-beta1",
+    "decay-ortho", "lbt-x4", "ags", "small-ortho-late", "lbt-longer", "lamb", "ortho-late-beta1",
 )  # fmt: skip
 SGD = (
     "small", "lbt", "ramp", "small-ortho", "ortho", "ramp-plain", "lrs", "decay", "lbt-x4", "ags", "lbt-longer", "lars",
@@ -143,8 +144,13 @@ SETTINGS: dict[str, Setting] = {
     "text-small": text(gpt(2, 48), 3e-3, seeds=3),
     "text": text(gpt(3, 64), 3e-3, seeds=3),
     "vit": Setting(
-        {"model": {"name": "table1_networks:SmallViT"}, "optimizer": adamw(2e-3), **PLACED_DIGITS},
-        32, 512, 8, ADAMW, "AdamW",
+        {
+            "model": {"name": "table1_networks:SmallViT"},
+            "dataset": {"name": "digits"},
+            "optimizer": adamw(2e-3),
+        }
+        | COSINE,
+        32, 512, 30, ADAMW, "AdamW",
     ),
     "lstm": text({"name": "table1_networks:ByteLSTM"}, 0.012),
     "table-adamw": Setting(TABLE | {"optimizer": adamw(8e-3)}, 64, 1024, 10, ADAMW, "AdamW"),
@@ -211,5 +217,6 @@ def job_content(name: str, method: str, seed: int) -> dict[str, Any]:
 
 
 def batch_of(name: str, method: str) -> int:
-    """Return the batch that a method trains a setting with."""
-    return SETTINGS[name].small if METHODS[method].small else SETTINGS[name].large
+    """Return the batch that a method trains a setting with, at the end where it grows."""
+    setting, times = SETTINGS[name], METHODS[method].times
+    return setting.large if times is None else times * setting.small

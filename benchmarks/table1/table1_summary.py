@@ -200,15 +200,16 @@ def goals(results: Results) -> Iterator[str]:
                 f"{name}: ramp {show(capped, 4)} is within two standard errors of the one without a limit, {show(uncapped, 4)}",
             )
     for name in SETTINGS:
-        decay, ramp = (
-            [result for key, result in results.items() if key[:2] == (name, method)] for method in ("decay", "ramp")
+        decay, small = (
+            [result for key, result in results.items() if key[:2] == (name, method)] for method in ("decay", "small")
         )
-        if decay and ramp:
-            steps = statistics.fmean(row.steps for row in decay) / statistics.fmean(row.steps for row in ramp)
-            values = [show(Mean.of([row.value for row in rows]), 3) for rows in (decay, ramp)]
+        if decay and small:
+            steps = statistics.fmean(row.steps for row in decay) / statistics.fmean(row.steps for row in small)
+            means = [Mean.of([row.value for row in rows]) for rows in (decay, small)]
             yield line(
                 steps <= 0.7,
-                f"{name}: decay takes {steps:.0%} of ramp's steps and ends at {values[0]} (ramp {values[1]})",
+                f"{name}: decay takes {steps:.0%} of the small batch's steps (goal 70%) and ends at"
+                f" {show(means[0], 3)} (small batch {show(means[1], 3)})",
             )
 
 

@@ -150,7 +150,7 @@ SETTINGS: dict[str, Setting] = {
             "optimizer": adamw(2e-3),
         }
         | COSINE,
-        32, 512, 30, ADAMW, "AdamW",
+        32, 512, 20, ADAMW, "AdamW",
     ),
     "lstm": text({"name": "table1_networks:ByteLSTM"}, 0.012),
     "table-adamw": Setting(TABLE | {"optimizer": adamw(8e-3)}, 64, 1024, 10, ADAMW, "AdamW"),

@@ -135,7 +135,36 @@ def tables(results: Results) -> Iterator[str]:
         for method in (name for name in METHODS if name in trained):
             yield f"| {' | '.join(cells(results, setting, method))} |"
         yield ""
+    for family in dict.fromkeys(setting.family for setting in SETTINGS.values()):
+        yield from overview(results, family)
     yield from goals(results)
+
+
+def overview(results: Results, family: str) -> Iterator[str]:
+    """Yield a table of a family: the values of the small batch and lbt, and the share that each method recovers."""
+    trained = {key[0] for key in results}
+    names = [name for name, setting in SETTINGS.items() if setting.family == family and name in trained]
+    if not names:
+        return
+    yield f"### {family}: recovered (%); in brackets against the small batch with the same tricks"
+    yield ""
+    yield f"| method | {' | '.join(names)} |"
+    yield "|" + "---|" * (len(names) + 1)
+    for method in (name for name in METHODS if any(key[0] in names and key[1] == name for key in results)):
+        yield f"| {method} | {' | '.join(overview_cell(results, name, method) for name in names)} |"
+    yield ""
+
+
+def overview_cell(results: Results, setting: str, method: str) -> str:
+    """Return the values of the small batch and `lbt`, of other methods the share recovered."""
+    values = list(values_of(results, setting, method).values())
+    if method in ("small", "lbt"):
+        return show(Mean.of(values), 3 if is_less_better(results, setting) else 2)
+    if any(math.isnan(value) for value in values):
+        return f"diverged ({sum(math.isnan(value) for value in values)} of {len(values)})"
+    tricks = METHODS[method].same_tricks
+    compared = show(recovered(results, setting, method, tricks)) if tricks else ""
+    return show(recovered(results, setting, method)) + (f" ({compared})" if compared else "")
 
 
 def cells(results: Results, setting: str, method: str) -> Iterator[str]:

@@ -221,7 +221,7 @@ def goals(results: Results) -> Iterator[str]:
     yield line(not diverged, f"no ramp diverges: {len(diverged)} of {rows} {', '.join(diverged)}".rstrip())
     for name in SETTINGS:
         capped, uncapped = (Mean.of(list(values_of(results, name, row).values())) for row in ("ramp", "ramp-uncapped"))
-        if capped and uncapped:
+        if capped and uncapped and min(capped.seeds, uncapped.seeds) > 1:
             behind = capped.value - uncapped.value if is_less_better(results, name) else uncapped.value - capped.value
             error = math.hypot(capped.error, uncapped.error)
             yield line(

@@ -1,333 +1,283 @@
-"""Table I on CIFAR-10: top-1 and top-5 of every method at large batches, over seeds, with controls.
+"""Which methods keep the accuracy of the small batch: settings x methods x seeds, trained by tula's own loop in this process.
 
-    python benchmarks/table1/table1.py --data DIR --reduced --hours 8    # on a CPU: small networks
-    python benchmarks/table1/table1.py --data DIR --budget-minutes 25    # on a GPU: ResNet18 first, then the others
-    python benchmarks/table1/table1.py --data DIR --reduced --show       # the tables of what there is
+    python benchmarks/table1/table1.py                            # all settings whose data this machine has, on one core
+    python benchmarks/table1/table1.py --settings text,vit --methods small,lbt,ramp --seeds 1 --minutes 20
+    python benchmarks/table1/table1.py --data DIR --settings reduced,reduced-plain    # CIFAR-10 at 16 x 16 pixels
+    python benchmarks/table1/table1.py --data DIR --settings resnet18-1024 --device cuda    # Table I at full size
+    python benchmarks/table1/table1.py --show                     # the tables of what there is, and the goals
 
-DIR holds `train/<class>/*` and `test/<class>/*` (torchvision's ImageFolder). Everything goes through `tula compare`'s own
-service: each model is a job with a run directory under --runs, where `tula compare --run DIR --show` shows the same. What
-is done is kept, and what was broken off resumes: the same command goes on. Of each model the first seed of every row is
-trained before the second, and nothing is started that is not expected to end within the hours.
+Every training that has finished is a row of --results, keyed by setting, method and seed: the same command continues where it
+was interrupted. The same command in a second shell uses another core: each leaves out what the other one trains. The settings
+and methods are in table1_settings.py; a method that this version of tula does not have is skipped, with its reason.
 
-The learning rates are the paper's (IV-B), for batch 128; epochs, milestones (half and three quarters of the epochs) and
-augmentation are not in it.
-
-The reduced table (table1_rows.py) goes by batch (2048, then 1024), of a batch by seed, of a seed by network (with BatchNorm,
-without). Between the two batches come digits and a small language model with AdamW at 16 times the batch. At the end a table
-of each network tells of every row its seeds, accuracy, steps and minutes, which rows no other row beats in both accuracy and
-steps (*), and the share of the gap that is won back, also against the small batch with the same tricks.
-
-On two quiet cores a row takes about a minute (16 to 20 s of a core's arithmetic a rank, the images, the start), one of the
-language model about two: some 130 trainings at 2048, 50 with AdamW, 100 at 1024, five hours in all. `--models`, `--methods`,
-`--batch` and `--seeds` name a part of it.
+DIR holds `train/<class>/*` and `test/<class>/*` (torchvision's ImageFolder). All other data comes with Python and scikit-learn.
 """
 
 import argparse
-import dataclasses
-import json
+import contextlib
+import fcntl
+import math
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import IO
 
-import table1_data
-import table1_kept
-import table1_rows
-import table1_told
+import table1_networks
+import table1_settings
+import table1_summary
+import torch
+import torch.distributed as dist
+from table1_settings import METHODS, SETTINGS
+from table1_summary import Key, Result
 
-from tula_cli.cluster import inspection
-from tula_cli.cluster import launcher as cluster_launcher
-from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import TulaError
-from tula_cli.run.code import fingerprint
-from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.files import write_atomic
-from tula_cli.services import compare as services_compare
-from tula_cli.services import status as services_status
-from tula_cli.services import train as services_train
-from tula_cli.services.compare import Grid
-from tula_cli.services.comparison import accuracy, trainings
-from tula_cli.services.comparison.accuracy import CompareReport
-from tula_cli.services.comparison.rows import known_methods
-from tula_cli.services.events import follow
-from tula_cli.services.profiling import early_training
-from tula_cli.services.progress import job_status
-from tula_cli.services.recommendation.gradient_noise_of import trained_noise
-from tula_cli.services.reporting.comparison_document import of_comparison
-from tula_cli.show.html.document_page import page
-from tula_cli.show.screen import plain
+from tula_cli.errors import Diverged, TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import TrainResult
+from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
+from tula_cli.spec.signature import train_signature
 from tula_cli.words import duration
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.ranks import Ranks
 
-HERE = Path(__file__).resolve().parent
-REFERENCE_BATCH = 128
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A model and its hyper-parameters."""
-
-    model: str
-    lr: float
-    weight_decay: float
-
-
-MODELS = {
-    "resnet18": Recipe("resnet18_cifar", 0.05, 5e-4),
-    "vgg11": Recipe("vgg11_cifar", 0.01, 5e-4),
-    "mobilenet_v3": Recipe("mobilenet_v3_large_cifar", 0.01, 1e-4),
-    "alexnet": Recipe("alexnet_cifar", 0.01, 5e-4),
-    "resnet50": Recipe("resnet50_cifar", 0.05, 5e-4),
-}
-"""In the order of what they tell for their time."""
-SMALL = {
-    "small": Recipe("table1_data:SmallNet", 0.05, 5e-4),
-    "plain": Recipe("table1_plain:PlainNet", 0.01, 5e-4),
-}
-"""With and without BatchNorm."""
-REDUCED = (*SMALL, *table1_rows.CASES)
-METHODS = "lbt,lrs,lars,polo,ags,robust,ortho,ramp,auto"
-SINGLE = "lbt,lrs,lars,ags,robust,ortho,ramp,auto"
-"""On one GPU: there is no local SGD with one rank."""
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "table1.csv"
+PER_CLASS = (512, 256)
+"""CIFAR-10 images of each class in the reduced table, to train and to evaluate on."""
+DEFAULT_SECONDS = 30.0
+"""Assumed CPU time of a training while none has finished."""
 
 
 def main() -> None:
     options = arguments()
-    os.chdir(HERE)  # the jobs import table1_data from the working directory
-    with table1_rows.known():
-        failure = train_all(options, ends=time.monotonic() + 60 * options.budget_minutes) if not options.show else ""
-        reports = {}
-        for name in options.models:
-            spec = job(name, options)
-            run = run_of(spec, options)
-            if (comparison := run.comparison()) is not None:
-                reports[name] = accuracy.report(run, comparison, spec, jobs=states(run, spec))
-                if options.html:
-                    write_page(run, spec, reports[name], options.html)
-    if options.show and not reports:
-        print(f"nothing trained in {options.runs} yet", file=sys.stderr)
-    tell(reports, options)
-    raise SystemExit(1 if failure else 0)
-
-
-def train_all(options: argparse.Namespace, *, ends: float) -> str:
-    """Train what is missing of all models, as far as there is time; return what failed last."""
-    names, failed = options.models, dict[str, str]()
-    for name in names if options.reduced else ():  # each has its table from the start
-        turn_safely(name, options, failed, ends=0.0)
-    turns = table1_rows.turns(names, options) if options.reduced else [table1_rows.Turn(name) for name in names]
-    for turn in turns:
-        if turn.name not in failed:
-            turn_safely(turn.name, options, failed, ends=ends, turn=turn)
-    return next(reversed(failed.values()), "")
-
-
-def turn_safely(
-    name: str,
-    options: argparse.Namespace,
-    failed: dict[str, str],
-    *,
-    ends: float,
-    turn: table1_rows.Turn | None = None,
-) -> None:
-    """Train a part of one model's table; where it cannot be, say so, and the other models go on."""
-    try:
-        spec = job(name, options)
-        train(run_of(spec, options), spec, options, ends=ends, turn=turn or table1_rows.Turn(name))
-    except TulaError as error:
-        failed[name] = f"{name}: {error.message}"
-        print(f"error: {failed[name]} {error.hint}", file=sys.stderr)
-
-
-def train(
-    run: RunDir,
-    spec: JobSpec,
-    options: argparse.Namespace,
-    *,
-    ends: float,
-    turn: table1_rows.Turn,
-    launcher: Launcher | None = None,
-) -> None:
-    """Train what is missing of a part of one model's grid, as far as there is time (`ends`, monotonic seconds)."""
-    launcher = launcher or cluster_launcher.launcher_for(spec)
-    asked = grid(turn.name, options)
-    if table1_rows.BY_NOISE in asked.methods and trained_noise([run], spec) is None:
-        measure_noise(run, spec, launcher)
-    plan = services_compare.plan(run, spec, asked, inspect=inspection.inspect, now=time.time())
-    run.adopt(spec)
-    run.write_comparison(plan.comparison)
-    cells, left = plan.comparison.cells, ends - time.monotonic()
-    part = turn.of(plan)
-    if options.csv:
-        kept = table1_kept.read(options.csv)
-        part = dataclasses.replace(part, missing=table1_kept.missing(part.missing, turn.name, kept))
-    for now in trainings.one_by_one(run, part, launcher, inspect=inspection.inspect, seconds=left):
-        if now.ended is not None:
-            how = f"failed: {now.problem}" if now.problem else "done"
-            rest = f", about {duration(now.left)} left{turn.words}" if now.left else ""
-            done = sum(services_compare.has_ended(run, cell) for cell in cells)
-            told = f"{spec.name}: {done} of {len(cells)}, {now.ended.words} {how}{rest}"
-            print(told, file=sys.stderr, flush=True)
-
-
-def measure_noise(run: RunDir, spec: JobSpec, launcher: Launcher) -> None:
-    """Train the first tenth of the epochs at the small batch, as `tula profile --progress` does, for the noise there."""
-    run.adopt(spec)
-    prepared = follow(early_training.prepare(run, spec, inspection.inspect), lambda _: None)
-    for _ in services_status.watch(run, launcher, [services_train.start(run, prepared.plan, launcher)]):
-        pass
-    found = early_training.told(prepared).noise
-    scale = "not measured" if found is None else f"{found.scale:.0f}"
-    print(f"{spec.name}: gradient noise scale after the first epochs: {scale}", file=sys.stderr, flush=True)
-
-
-def grid(name: str, options: argparse.Namespace) -> Grid:
-    """Return the grid of one model."""
-    if options.reduced:
-        return table1_rows.grid(name, options, reference=REFERENCE_BATCH)
-    methods, batches = options.methods.split(","), (int(batch) for batch in options.batch.split(","))
-    return Grid(tuple(methods), tuple(batches), options.seeds, nodes=1)
-
-
-def run_of(spec: JobSpec, options: argparse.Namespace) -> RunDir:
-    return RunDir.of(options.runs, spec, code=fingerprint(spec, HERE))
-
-
-def job(name: str, options: argparse.Namespace) -> JobSpec:
-    """Return the job of one model."""
-    case = table1_rows.CASES.get(name) if options.reduced else None
-    content = dict(case.content) if case else images(name, options)
-    epochs = options.epochs or (case.epochs if case else 20 if options.reduced else 30)
-    if not case:
-        content["schedule"] = {"kind": "multistep", "milestones": [epochs / 2, epochs * 3 / 4]}
-    return validate(
-        {
-            **content,
-            "name": f"table1-{name}",
-            "train": {
-                **content.get("train", {}),
-                "epochs": epochs,
-                "workers": options.workers,
-                "reference_batch": case.reference if case else REFERENCE_BATCH,
-                "precision": "fp32" if options.reduced else options.precision,
-            },
-            "search": {"nodes": [1]},
-            "cluster": {"gpus_per_node": options.ranks, "device": "cpu" if options.reduced else options.device},
-        },
-        source="table1",
-    )
-
-
-def images(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return model, data and optimizer of a network for CIFAR-10, whose images are read where they were not yet."""
-    recipe = (SMALL if options.reduced else MODELS)[name]
-    size, per_class = (16, (options.per_class, options.per_class // 2)) if options.reduced else (32, (None, None))
-    file = options.runs / f"cifar10-{size}-{per_class[0] or 'all'}.npz"
+    keys = list(planned_trainings(options))
     if not options.show:
-        table1_data.prepare(options.data, file, size=size, per_class=per_class)
-    return {
-        "model": {"name": recipe.model},
-        "dataset": {"name": "table1_data:dataset", "args": {"file": str(file), "crop": not options.reduced}},
-        "optimizer": {"lr": recipe.lr, "momentum": 0.9, "weight_decay": recipe.weight_decay},
-    }
+        ranks = start_process_group(options.device)
+        train_all(keys, options, ranks)
+        dist.destroy_process_group()  # its threads would otherwise crash the exit
+    results = table1_summary.read(options.results)
+    shown = {key: result for key, result in results.items() if key in keys}
+    print("\n".join(table1_summary.tables(shown)))
 
 
-def states(run: RunDir, spec: JobSpec) -> Sequence[job_status.JobStatus]:
-    return services_status.snapshot(run, cluster_launcher.launcher_for(spec, submits=False), now=time.time()).jobs
+def planned_trainings(options: argparse.Namespace) -> Iterator[Key]:
+    """Yield the selected trainings in their order: family by family, of a family the first seed of all settings."""
+    for family in dict.fromkeys(setting.family for setting in SETTINGS.values()):
+        settings = {name: SETTINGS[name] for name in options.settings if SETTINGS[name].family == family}
+        seeds = options.seeds or max((setting.seeds for setting in settings.values()), default=0)
+        for seed in range(seeds):
+            for name, setting in settings.items():
+                if seed < (options.seeds or setting.seeds):
+                    methods = options.methods or setting.methods
+                    yield from ((name, method, seed) for method in methods)
 
 
-def write_page(run: RunDir, spec: JobSpec, report: CompareReport, folder: Path) -> None:
-    comparison = run.comparison()
-    assert comparison is not None
-    write_atomic(
-        folder / f"{spec.name}.html",
-        page(of_comparison(Part(None, run, spec), comparison, report, at=time.time())),
+def train_all(keys: Sequence[Key], options: argparse.Namespace, ranks: Ranks) -> None:
+    """Train what --results does not have, as long as there is time."""
+    started, cpu_started = time.monotonic(), time.process_time()
+    skipped = set[tuple[str, str]]()
+    for key in keys:
+        results = table1_summary.read(options.results)
+        remaining = [other for other in keys if other not in results and other[:2] not in skipped]
+        if key not in remaining:
+            continue
+        elapsed = time.monotonic() - started
+        pace = max(1.0, elapsed / max(1.0, time.process_time() - cpu_started))  # of the clock; above 1 on a shared core
+        seconds = pace * expected_seconds(key, results)
+        if elapsed + seconds > 60 * options.minutes:
+            print(f"{words_of(key)}: not started, it takes about {duration(seconds)}", file=sys.stderr, flush=True)
+            continue
+        with claim(key, options.runs) as is_claimed:
+            if not is_claimed or key in table1_summary.read(options.results):
+                continue
+            try:
+                result = train(key, options, ranks)
+            except TulaError as error:
+                skipped.add(key[:2])
+                print(f"{words_of(key)}: skipped: {error}", file=sys.stderr, flush=True)
+                continue
+            table1_summary.append(options.results, key, result)
+        left = pace * sum(expected_seconds(other, results) for other in remaining if other != key)
+        print(
+            f"{len(keys) - len(remaining) + 1} of {len(keys)}, {words_of(key)}: {result.words};"
+            f" about {duration(left)} left for one process",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def words_of(key: Key) -> str:
+    """Return the name of a training."""
+    return f"{key[0]} {key[1]}, seed {key[2]}"
+
+
+def expected_seconds(key: Key, results: dict[Key, Result]) -> float:
+    """Return the mean CPU time of the row's other seeds, else of the setting, else of all."""
+    for length in (2, 1, 0):
+        durations = [result.seconds for other, result in results.items() if other[:length] == key[:length]]
+        if durations:
+            return fmean(durations)
+    return DEFAULT_SECONDS
+
+
+@contextlib.contextmanager
+def claim(key: Key, folder: Path) -> Iterator[bool]:
+    """Lock a training; yield whether it was free, so that no two processes train it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{'.'.join(map(str, key))}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+# --- one training
+
+
+def start_process_group(device: str) -> Ranks:
+    """Return a process group of this process alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    return Ranks(rank=0, world=1, local_rank=0, device=torch.device(device))
+
+
+def train(key: Key, options: argparse.Namespace, ranks: Ranks) -> Result:
+    """Train, and restart a ramp that diverges once with half its learning rate, as `tula train` does.
+
+    Raises:
+        TulaError: this version of tula does not have the method, or refuses it here.
+    """
+    spec, batch = job_of(key, options), table1_settings.batch_of(*key[:2])
+    signature = train_signature(spec, nodes=1, batch=batch)
+    task = TrainTask(
+        id=f"train-{signature}-1",
+        job=f"train-{signature}",
+        spec=spec,
+        workdir=".",
+        nodes=1,
+        signature=signature,
+        attempt=1,
+        ladder=(Rung(batch=batch),),
+        workers=spec.train.workers,
+    )
+    run = RunDir.create(options.runs, spec)
+    started, restarts = time.process_time(), 0
+    while True:
+        try:
+            with contextlib.redirect_stdout(sys.stderr if options.verbose else open_null()):
+                run_training(task, run, ranks, build_datasets(spec))
+            break
+        except Diverged:
+            limit = lower_limit(run, signature) if not restarts else None
+            if limit is None:
+                return Result(batch, "diverged", math.nan, 0, 0, time.process_time() - started, restarts)
+            restarts += 1
+            task = task.model_copy(update={"max_lr_factor": limit, "attempt": 2})
+    return result_of(run.training(signature).result(), time.process_time() - started, restarts)
+
+
+def open_null() -> IO[str]:
+    """Return a file that drops what is written, in place of a job's log."""
+    return Path(os.devnull).open("w")
+
+
+def lower_limit(run: RunDir, signature: str) -> float | None:
+    """Return half the factor of the learning rate at which a training diverged; None if the rate was not scaled."""
+    factors = [row.get("lr_factor") for row in run.training(signature).metrics() if row["kind"] == "diverged"]
+    factor = factors[-1] if factors else None
+    return max(1.0, factor / 2) if factor and factor > 1 else None
+
+
+def result_of(trained: TrainResult | None, seconds: float, restarts: int) -> Result:
+    """Return a training's row of the results; steps and samples include those of the branches of `auto`."""
+    if trained is None:
+        raise SystemExit("interrupted: the same command continues")
+    metric = "top1" if "top1" in trained.metrics else "eval_loss"
+    extra = trained.tuning.samples if trained.tuning else 0
+    return Result(
+        batch=trained.batch,
+        metric=metric.removeprefix("eval_"),
+        value=trained.metrics.get(metric, math.nan),
+        steps=trained.steps + extra // trained.batch,
+        samples=trained.samples + extra,
+        seconds=seconds,
+        restarts=restarts,
     )
 
 
-def tell(reports: Mapping[str, CompareReport], options: argparse.Namespace) -> None:
-    """Print a Markdown table a model, and write the same and more as JSON and CSV."""
-    steps = {name: table1_told.steps(run_of(job(name, options), options), found) for name, found in reports.items()}
-    for name, report in reports.items():
-        print("\n".join(table1_told.markdown(name, report, steps[name])), flush=True)
-    if options.json:
-        content = {"models": {name: plain(report) for name, report in reports.items()}}
-        write_atomic(options.json, json.dumps(content, indent=1) + "\n")
-    if options.csv:
-        kept = table1_kept.read(options.csv)
-        for name, report in reports.items():
-            kept.update(table1_kept.of(name, report, steps[name]))
-        table1_kept.write(options.csv, kept)
-        print("\n".join(table1_kept.markdown(kept)))
+def job_of(key: Key, options: argparse.Namespace) -> JobSpec:
+    """Return the job of a training.
+
+    Raises:
+        TulaError: this version of tula refuses it.
+    """
+    name, method, seed = key
+    content = table1_settings.job_content(name, method, seed)
+    on_gpu = options.device == "cuda"
+    content["cluster"] = {"device": options.device}
+    content["train"] |= {"workers": 8, "precision": "bf16"} if on_gpu else {"workers": 0, "precision": "fp32"}
+    setting = SETTINGS[name]
+    if setting.needs_images:
+        size, per_class = (16, PER_CLASS) if setting.by_default else (32, (None, None))
+        file = options.runs / f"cifar10-{size}.npz"
+        table1_networks.prepare(options.data, file, size=size, per_class=per_class)
+        content["dataset"] |= {"args": {"file": str(file), "crop": not setting.by_default}}
+    return validate(content, source="benchmarks/table1")
 
 
 # --- the command line
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; what is not given depends on --reduced."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--data", type=Path, help="folder with train/<class>/ and test/<class>/")
-    add("--runs", type=Path, default=Path("table1-runs"), help="where runs are kept (table1-runs)")
-    add("--reduced", action="store_true", help="small networks on a part of the images at 16x16, on the CPU, 2 ranks")
+    defaults = [name for name, setting in SETTINGS.items() if setting.by_default]
+    add("--settings", type=split_words, help=f"of {', '.join(SETTINGS)} (all but those at full size)")
+    add("--methods", type=split_words, help=f"of {', '.join(METHODS)} (those of each setting)")
+    add("--seeds", type=int, help="number of seeds (that of each setting, 2 or 3)")
+    add("--minutes", type=float, default=math.inf, help="start no training that is not expected to finish within")
+    add("--data", type=Path, help="folder with train/<class>/ and test/<class>/ of CIFAR-10")
     add(
-        "--models", type=lambda text: text.split(","), help=f"of {','.join(MODELS)} (all); reduced: {','.join(REDUCED)}"
-    )
-    add("--methods", help=f"{METHODS}; with one rank {SINGLE}; reduced: {','.join(table1_rows.TABLE)}")
-    add("--batch", default=None, help="large batches, in the order of their worth (1024,4096; reduced: 2048,1024)")
-    add("--seeds", type=int, default=3)
-    add("--epochs", type=int, default=None, help="30; reduced: 20, digits 40, text 6")
-    add("--per-class", type=int, default=1024, help="reduced: training images of each class; half as many for the test")
-    add("--ranks", type=int, default=None, help="GPUs, or processes on the CPU (1; reduced: 2)")
-    add("--workers", type=int, default=None, help="loader processes a rank (8; reduced: none)")
-    add("--precision", default="bf16", choices=("fp32", "bf16", "fp16"), help="on a GPU (bf16); reduced: fp32")
-    add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    budget = parser.add_mutually_exclusive_group()
-    within = "start nothing that is not expected to end within"
-    budget.add_argument("--budget-minutes", type=float, default=float("inf"), help=within)
-    budget.add_argument("--hours", type=lambda text: 60 * float(text), dest="budget_minutes", help="the same in hours")
-    add("--show", action="store_true", help="train nothing")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
-    add(
-        "--csv",
+        "--results",
         type=Path,
-        metavar="FILE",
-        help="add each training to it, train none again that it has, and tell its table",
+        default=RESULTS,
+        help=f"CSV file of the trainings ({RESULTS.name} of benchmarks/results)",
     )
-    add("--html", type=Path, metavar="DIR", help="write a page with plots for each model")
+    add("--runs", type=Path, default=Path("table1-runs"), help="folder of the runs (table1-runs)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--show", action="store_true", help="train nothing")
+    add("--verbose", action="store_true", help="print the log of each training")
     options = parser.parse_args(words)
-    known = REDUCED if options.reduced else tuple(MODELS)
-    options.models = options.models or known
-    if unknown := set(options.models) - set(known):
-        parser.error(f"--models: {', '.join(sorted(unknown))} unknown; there are {', '.join(known)}")
-    if options.data is None and not options.show and not set(options.models) <= set(table1_rows.CASES):
-        parser.error("--data is required: a folder with train/<class>/ and test/<class>/")
-    defaults: dict[str, Any] = (
-        {"batch": "2048,1024", "ranks": 2, "workers": 0}
-        if options.reduced
-        else {"batch": "1024,4096", "ranks": 1, "workers": 8}
-    )
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    if options.methods is None and not options.reduced:
-        options.methods = METHODS if options.ranks > 1 else SINGLE
-    there_are = (*known_methods(), *(table1_rows.VARIANTS if options.reduced else ()))
-    if options.methods is not None and (strange := [w for w in options.methods.split(",") if w not in there_are]):
-        parser.error(f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(there_are)}")
-    if options.seeds < 1:
+    for name, known in (("settings", SETTINGS), ("methods", METHODS)):
+        if unknown := [word for word in getattr(options, name) or () if word not in known]:
+            parser.error(f"--{name}: {', '.join(map(repr, unknown))} unknown; there are {', '.join(known)}")
+    if options.seeds is not None and options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: at least 1 is needed")
-    if any(not word.strip().isdigit() for word in options.batch.split(",")):
-        parser.error(f"--batch {options.batch}: must be numbers, with commas between them")
-    for name in ("data", "runs", "json", "csv", "html"):
+    if options.data is None and not options.show:
+        without = [name for name in options.settings or () if SETTINGS[name].needs_images]
+        if without:
+            parser.error(f"--data is required for {', '.join(without)}: a folder with train/<class>/ and test/<class>/")
+        defaults = [name for name in defaults if not SETTINGS[name].needs_images]
+    options.settings = options.settings or defaults
+    for name in ("data", "results", "runs"):
         if getattr(options, name) is not None:
             setattr(options, name, getattr(options, name).absolute())
     return options
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a list with commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Sizes:
 
 
 WHOLE = Sizes("resnet18_cifar", 12, (128, 4096), ("lbt", "lrs", "ags", "robust", "ortho"), "bf16", 4)
-TINY = Sizes("table1_data:SmallNet", 1, (16, 32), ("lbt", "ortho"), "fp32", 0)
+TINY = Sizes("table1_networks:SmallNet", 1, (16, 32), ("lbt", "ortho"), "fp32", 0)
 
 
 def table1(stage: Stage) -> None:
@@ -91,7 +91,7 @@ def job(stage: Stage, sizes: Sizes, cell: Cell, file: Path) -> dict[str, Any]:
     content: dict[str, Any] = {
         "name": "table1",
         "model": {"name": sizes.model},
-        "dataset": {"name": "table1_data:dataset", "args": {"file": str(file), "crop": not stage.tiny}},
+        "dataset": {"name": "table1_networks:dataset", "args": {"file": str(file), "crop": not stage.tiny}},
         "optimizer": {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4},
         "schedule": {"kind": "multistep", "milestones": [sizes.epochs / 2, sizes.epochs * 3 / 4]},
         "train": {

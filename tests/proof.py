@@ -82,7 +82,6 @@ PARTS = (
     cases("four-ranks", 0.5, "tests/worker/methods/test_methods_ranks.py"),
     cases("four-ranks-of-ddp", 0.5, "tests/optim/test_tula_ddp.py"),
     cases("mutants", 0.5, "tests/optim/test_mutants.py"),
-    cases("benchmark-auto", 0.5, "tests/benchmarks/test_benchmark_auto.py"),
     cases("trainers", 0.5, "tests/shim/test_trainers.py"),
     cases("own-loop", 0.7, "tests/test_examples.py"),
     cases("slurm-versions", 0.3, "tests/cluster/test_launcher.py"),

@@ -106,6 +106,6 @@ def test_the_notebook_goes_from_a_job_to_a_trained_network(tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     checked, chosen, trained = done.stdout.splitlines()
-    assert checked.startswith("4 probes in 2 jobs") and "nodes, batch" in chosen and trained.startswith("top-1")
+    assert checked.startswith("3 probes in 2 jobs") and "nodes, batch" in chosen and trained.startswith("top-1")
     (run,) = (tmp_path / "tula-runs").glob("notebook-*")
     assert (run / "recommended.yaml").exists() and list((run / "train").glob("*/summary.json"))

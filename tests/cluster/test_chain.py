@@ -859,7 +859,7 @@ def test_faults_without_progress_are_bounded_and_end_in_words_of_their_own(
         train.report(chain.run, "s")
     assert told.value.exit_code == 10
     assert told.value.message.endswith("faulty: gpu11, gpu12, gpu13")
-    assert "on gpu13" in told.value.message
+    assert "(rank 0, gpu13)" in told.value.message
     assert "memory of a GPU" in told.value.hint
 
 

@@ -30,6 +30,7 @@ script:
   dataset_size: 64
   reference: {batch: 16, lr: 0.1}
   metric: {acc: 'acc (.+)'}
+train: {method: lbt}
 search: {nodes: [1], min_batch: 16, max_batch: 32, max_node_hours: 1}
 cluster: {device: cpu}
 """

@@ -67,7 +67,8 @@ def test_a_command_that_takes_too_long_is_killed_with_its_children(
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_command_dies_with_the_process_that_waits_for_it(kill: signal.Signals, tmp_path: Path) -> None:
     code = """
-        import sys; sys.path[:0] = sys.argv[1].split(":")
+        import signal, sys; sys.path[:0] = sys.argv[1].split(":")
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
         from tula_cli.host.processes import run_command
         run_command(eval(sys.argv[2]), timeout=60, guarded=True)
     """

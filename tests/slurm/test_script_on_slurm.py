@@ -60,6 +60,7 @@ script:
   length: {{samples: 640}}
   reference: {{batch: 16, lr: 0.1}}
   metric: {{acc: "acc ([0-9.]+)"}}
+train: {{method: lbt}}
 search: {{nodes: [1], min_batch: 16, max_node_hours: 5}}
 {CLUSTER}
 """

@@ -41,7 +41,7 @@ def start(
         {
             "script": script | job.pop("script", {}),
             "search": {"nodes": [2], "warmup_steps": 4},
-            "train": how or {},
+            "train": {"method": "lbt", **(how or {})},
             **job,
         },
         source="test",

@@ -515,7 +515,8 @@ def test_a_script_is_shortened_if_its_command_takes_the_length(
         "command": command, "length": length, "dataset_size": 4096, "reference": {"batch": 32, "lr": 0.1}, "metric": {"acc": "(.*)"},
     }  # fmt: skip
     spec = make.validate(
-        {"name": "own", "script": script, "search": {"nodes": [1], "max_node_hours": 1}}, source="test"
+        {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
+        source="test",
     )
     assert rounds.get_short_epochs(spec) == short
     if short < spec.train.epochs:
@@ -549,7 +550,8 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
         "reference": {"batch": 32, "lr": 0.1}, "metric": {"err": "err (.*)"},
     }  # fmt: skip
     spec = make.validate(
-        {"name": "own", "script": script, "search": {"nodes": [1], "max_node_hours": 1}}, source="test"
+        {"name": "own", "script": script, "train": {"method": "lbt"}, "search": {"nodes": [1], "max_node_hours": 1}},
+        source="test",
     )
     run, launcher = RunDir.create(tmp_path / "tula-runs", spec), TrainsScripts()
     asked = session.GridRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2).grid(run, spec, None)

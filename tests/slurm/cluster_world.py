@@ -95,6 +95,7 @@ def start_munge(folder: Path) -> None:
 
 def start_accounting(folder: Path) -> None:
     """Start MariaDB and slurmdbd, and enter the one account and its user."""
+    log = folder / "log" / "mariadb.log"
     call(
         "mariadb-install-db", "--no-defaults", "--datadir=/run/database", "--user=root", "--skip-test-db",
         "--auth-root-authentication-method=normal", "--skip-name-resolve",
@@ -102,10 +103,11 @@ def start_accounting(folder: Path) -> None:
     command = [
         "mariadbd", "--no-defaults", "--datadir=/run/database", "--user=root", "--skip-networking",
         f"--socket={_DATABASE}", "--innodb-buffer-pool-size=32M", "--performance-schema=OFF",
-        "--innodb-lock-wait-timeout=900", f"--log-error={folder}/log/mariadb.log",
+        "--innodb-lock-wait-timeout=900", f"--log-error={log}",
     ]  # fmt: skip
     subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    until(_DATABASE.exists, "MariaDB listens")
+    # Its socket is there before that, and slurmdbd ends where it is answered too early.
+    until(lambda: log.exists() and "ready for connections" in log.read_text(errors="replace"), "MariaDB answers")
     call("slurmdbd")
     until(lambda: _answers("sacctmgr", "--noheader", "show", "cluster"), "slurmdbd answers")
     call("sacctmgr", "--immediate", "add", "cluster", "tula")

@@ -1,4 +1,5 @@
 import shutil
+from pathlib import Path
 
 import make_runs as make
 import pytest
@@ -7,6 +8,7 @@ import status as benchmark
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import queue, submit
 from tula_cli.errors import BadMeasurements
+from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import listing
@@ -68,6 +70,19 @@ def test_a_damaged_result_is_told_beside_the_others(run):
     assert "is damaged" in look.damaged[0].message
     with pytest.raises(BadMeasurements, match="is damaged"):
         run.results()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("results/probe-n001-l000064.json", "delete that file and run tula profile, which writes it again"),
+        ("recommendation.json", "delete that file and run tula recommend, which writes it again"),
+        ("attempts/train-1.001.json", "delete that file and run the same command again"),
+        ("results/tula-runs/a/jobs/1.json", "delete that file and run the same command again"),
+    ],
+)
+def test_the_hint_of_a_damaged_file_names_the_command_that_writes_it(name, hint):
+    assert files.damaged(Path("run") / name, "it is no text").hint == hint
 
 
 @pytest.mark.promise(

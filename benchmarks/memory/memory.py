@@ -7,7 +7,7 @@ For each model and precision (`gpt2` is a transformer of 6 layers of 256 on bloc
 figures; two probes at small batches through the product's own worker; the same worker at larger batches, for the true peaks (with a GPU steps on fixed tensors, for there the loader would take
 hours); and bisection for the largest batch that trains and evaluates, on the CPU each trial in a fresh process. `--keep`
 writes what there is after each model and precision. On the CPU what is freed goes back to the system at once; with `--heap`
-it does as glibc does it by itself, where holes count. With a GPU the limit is its memory (or --memory, if less); without one it is a limit on the
+it does as glibc does it by itself, where the heap counts. With a GPU the limit is its memory (or --memory, if less); without one it is a limit on the
 process (RLIMIT_DATA), by default the estimate at --cap-batch, so that models of all sizes end near there. The out of
 memory that is counted as suffered is one at the batch that tula would choose after the probes.
 

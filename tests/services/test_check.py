@@ -873,6 +873,7 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
     assert not any("first round" in warning for warning in check(spec()).warnings)
     report = check(spec(search={"strategy": "adaptive"}))
     assert report.probes <= 4 and any("first round" in warning for warning in report.warnings)
+    assert not any("auto chose" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize(
@@ -881,7 +882,7 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
 def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive(found, epochs, expected):
     job = spec(search={"strategy": "auto", "nodes": [1, 2, 4]}, train={"epochs": epochs})
     assert [(one.nodes, len(one.batches)) for one in check(job).jobs] == expected
-    assert any("first round" in warning for warning in check(job).warnings) == (epochs == 1)
+    assert any("auto chose adaptive: the figures" in warning for warning in check(job).warnings) == (epochs == 1)
     assert len(check(job, online=False).jobs) == 0, "the size of the dataset is not known"
 
 

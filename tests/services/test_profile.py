@@ -208,8 +208,13 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
     plan = profile.plan(short, inspection(), run)
     assert plan.in_rounds and batches(plan) == {1: (32, 128, 512), 4: (8,)}
     assert {task.spec.search.strategy for task in plan.tasks} == {"adaptive"}
+    assert plan.reasons[0] == "search.strategy: auto chose adaptive"
     sweep = profile.plan(long, inspection(), run)
-    assert not sweep.in_rounds and batches(sweep) == {1: (32, 64, 128, 256, 512), 2: (16,), 4: (8, 64, 256)}
+    assert (
+        not sweep.in_rounds
+        and not sweep.reasons
+        and batches(sweep) == {1: (32, 64, 128, 256, 512), 2: (16,), 4: (8, 64, 256)}
+    )
     for task in sweep.tasks:
         run.write_task(task)
     assert batches(profile.plan(short, inspection(), run)) == batches(sweep), "a search goes on as it has begun"

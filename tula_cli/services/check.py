@@ -187,6 +187,7 @@ def check(
     """
     inspection, later = _inspected(spec, inspector or inspect) if online else (None, None)
     largest = largest_local_batch(spec, inspection) if inspection else None
+    automatic = spec.search.strategy == "auto"
     if inspection:
         spec = with_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _jobs(spec, inspection, largest=largest)
@@ -219,7 +220,7 @@ def check(
         warnings=(
             *_unknown(later),
             *lengths_left_out(lengths),
-            *_warnings(spec, inspection, jobs),
+            *_warnings(spec, inspection, jobs, automatic=automatic),
             *tight,
             *dear,
             *_scaled_part(run),
@@ -328,7 +329,9 @@ def _too_few_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ..
     return (f"search.nodes: {spec.search.nodes} asks for {plural(wanted, 'GPU')}, this machine has {here} ({advice})",)
 
 
-def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...]) -> tuple[str, ...]:
+def _warnings(
+    spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, automatic: bool
+) -> tuple[str, ...]:
     found = [*(inspection.warnings if inspection else ()), *doubts(spec), *doubtful_factors(spec)]
     if spec.cluster.collective_warning:
         found.append(spec.cluster.collective_warning)
@@ -351,8 +354,8 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
         )
     if spec.search.strategy == "adaptive" and jobs:
         found.append(
-            "search.strategy: adaptive: the figures are those of the first round; further ones depend on its results and stay"
-            " within search.max_node_hours"
+            f"search.strategy: {'auto chose ' * automatic}adaptive: the figures are those of the first round; further ones"
+            " depend on its results and stay within search.max_node_hours"
         )
     if spec.search.max_node_hours is None:
         found.append("search.max_node_hours is not set: where there is no terminal to confirm, profiling needs --yes")

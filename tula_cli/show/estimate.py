@@ -77,6 +77,6 @@ def _apart(report: "EstimateReport") -> Iterator[str]:
         yield f"on the CPU; the process itself holds {amount(report.inspection.process)} beside that, which no limit counts"
         if not report.probed:
             yield (
-                "tensors below 32 MiB share a heap with holes, for which half as much more is kept free until a probe has measured"
+                "the heap and workspaces take more than the tensors: half as much more is kept free until a probe has measured"
                 " them; very small jobs take two to three times the estimate"
             )

@@ -34,7 +34,7 @@ FAR = 2.0
 
 
 HEAP_GROWTH, HEAP_GROWTH_SD = 1.5, 0.2
-"""How much faster the peak of a process on the CPU grows with the batch than its tensors do (holes of freed ones in the heap,
+"""How much faster the peak of a process on the CPU grows with the batch than its tensors do (heap and
 workspaces): mean, over four networks, and standard deviation."""
 HEAP_NOISE = 5 * 2**20
 """Standard deviation of such a peak from one process to the next, in bytes."""
@@ -328,7 +328,7 @@ def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool)
     """Return how the activations of the shape become the measured ones: (level, scale), neither scale negative.
 
     Where the probes do not tell how activations grow, what is measured beyond the shape is taken as fixed (workspaces).
-    What a single one shows below it is taken as proportional (tensors that are freed or fused). On the CPU holes in the heap
+    What a single one shows below it is taken as proportional (tensors that are freed or fused). On the CPU heap and workspaces
     make the growth up to HEAP_GROWTH times the estimated one, which probes whose peaks are close to each other hardly correct.
     """
     expected = np.array([shape(point.micro_batch) for point in measured])
@@ -384,7 +384,7 @@ def _held(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
 def _room(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:
     """Return the simulated least room over memory in use; without one, what the allocator was seen to hold.
 
-    Peaks that were measured on the CPU hold the holes of the heap, which an estimate has room for.
+    Peaks that were measured on the CPU include heap and workspaces, for which an estimate keeps room.
     """
     if any(point.on_heap for point in measured):
         return 1.0

@@ -42,7 +42,7 @@ ROOMS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
 """Multiples of the memory in use that are tried as all there is."""
 ROOM_TRIED_AT = (32, 256)  # micro-batches
 HEAP_ROOM = 1.5
-"""The same for a process on the CPU, whose freed tensors leave holes in the heap: with the margin of 10 % it covers all of
+"""The same for a process on the CPU, whose heap and workspaces take more than the tensors: with the margin of 10 % it covers all of
 14 networks, whose peaks were 1.1 to 1.65 times the memory in use."""
 
 

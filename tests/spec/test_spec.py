@@ -895,7 +895,7 @@ def test_a_section_of_a_method_that_the_job_does_not_name_is_refused(write, name
     ("optimizer", "method", "words", "silent"),
     [
         ("SGD", "ramp", "the default because tula's loop", "betas"),
-        ("SGD", "ramp", "Gradients are clipped to norm 1", "betas"),
+        ("SGD", "ramp", "train.max_grad_norm is 1", "betas"),
         (
             "AdamW",
             "ramp",

@@ -575,4 +575,4 @@ def _describe_settings(spec: JobSpec) -> str:
         )
     if facts.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
         return ""
-    return f"Gradients are clipped to norm {spec.train.max_grad_norm:g} (train.max_grad_norm)"
+    return f"Gradients are clipped: train.max_grad_norm is {spec.train.max_grad_norm:g}"

@@ -295,6 +295,16 @@ def test_without_methods_every_job_has_rows_that_fit_with_its_own(tmp_path: Path
     assert train_signature(made, nodes=1, batch=512) == train_signature(spec, nodes=1, batch=512), "as the job trains"
 
 
+def test_all_rows_have_the_schedule_of_the_job(tmp_path: Path) -> None:
+    ramp, grid = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"method": "ramp"})
+    kinds = {row: services_compare.cell_spec(ramp, row, 0).schedule.decay_from for row in (*grid.methods, "lbt-x4")}
+    assert set(kinds.values()) == {0.7}, "that of method ramp, also for the plain large batch and the control"
+    plain, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"method": "lbt"})
+    assert services_compare.cell_spec(plain, "ramp", 0).schedule.kind == "constant"
+    assert services_compare.cell_spec(ramp, "ramp:schedule.kind=cosine", 0).schedule.kind == "cosine"
+    assert services_compare.cell_spec(ramp, "schedule_free", 0).schedule.kind == "constant"
+
+
 def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smaller_one(tmp_path: Path) -> None:
     spec, grid = default_grid(tmp_path, batch=32)
     assert grid.rows(32) == [("lbt", 32), ("ags", 32), ("ramp", 32)]

@@ -10,7 +10,7 @@ import yaml
 from tula_cli.errors import SpecError
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec, describe_training_method, lr_scale
+from tula_cli.spec.job import JobSpec, default_beta1, describe_training_method, lr_scale
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import dump_yaml, load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX, leaves, merge_sources, override
@@ -895,7 +895,13 @@ def test_a_section_of_a_method_that_the_job_does_not_name_is_refused(write, name
     ("optimizer", "method", "words", "silent"),
     [
         ("SGD", "ramp", "the default because tula's loop", "betas"),
-        ("AdamW", "ramp", "decay_from: 0.7", "Muon"),
+        ("SGD", "ramp", "train.max_grad_norm is 1", "betas"),
+        (
+            "AdamW",
+            "ramp",
+            "linear, falling linearly from 0.7 of the epochs on, and beta1 is 0.8 above batch 1024",
+            "clipped",
+        ),
         ("NAdam", "ramp", "With NAdam", "Muon"),
         ("RMSprop", "ramp", "the default", "betas"),
         ("Muon", "ramp", "orthogonalises its steps by itself", "betas"),
@@ -910,6 +916,78 @@ def test_a_line_says_which_method_a_job_has_and_gives_advice_for_its_optimizer(o
     line = describe_training_method(spec(optimizer__name=optimizer, train__method=method, **epochs))
     assert line.startswith(f"method {method}") and words in line and silent not in line
     assert "\n" not in line and "%" not in line, "results are those of docs/accuracy.md"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "decay_from", "beta1"),
+    [
+        ({}, "linear", 0.7, 0.8),
+        ({"optimizer__name": "NAdam"}, "linear", 0.7, 0.8),
+        ({"schedule__warmup_epochs": 1.0}, "linear", 0.7, 0.8),
+        ({"schedule": {"kind": "constant"}}, "constant", 0.0, 0.8),
+        ({"schedule": {"kind": "cosine"}}, "cosine", 0.0, 0.8),
+        ({"optimizer__args": {"betas": [0.9, 0.95]}}, "linear", 0.7, None),
+        ({"optimizer__name": "SGD"}, "constant", 0.0, None),
+        ({"optimizer__name": "RMSprop"}, "constant", 0.0, None),
+        ({"optimizer__name": "Muon"}, "constant", 0.0, None),
+        ({"train__method": "lbt"}, "constant", 0.0, None),
+        ({"train__method": "ortho"}, "constant", 0.0, None),
+        ({"train__method": "auto", "train__epochs": 9}, "constant", 0.0, None),
+        ({"train__ramp": "decay", "schedule": {"kind": "cosine"}}, "cosine", 0.0, None),
+    ],
+)
+def test_a_ramp_with_adam_decays_late_and_has_a_lower_beta1_above_8_times_the_batch(change, kind, decay_from, beta1):
+    job = spec(**{"optimizer__name": "AdamW", "train__method": "ramp", "train__reference_batch": 16, **change})
+    assert (job.schedule.kind, job.schedule.decay_from) == (kind, decay_from)
+    assert [default_beta1(job, batch) for batch in (16, 128, 129)] == [None, None, beta1]
+    assert JobSpec.model_validate(job.model_dump(mode="json")) == job
+    content = job.model_dump(mode="json", exclude_unset=True)
+    as_lbt = JobSpec.model_validate({**content, "train": {**content["train"], "method": "lbt", "ramp": None}})
+    assert as_lbt.schedule.kind == ("constant" if "kind" not in content.get("schedule", {}) else kind)
+
+
+@pytest.mark.parametrize(
+    ("change", "norm"),
+    [
+        ({}, 1.0),
+        ({"loss": {"name": "CrossEntropyLoss"}}, 1.0),
+        ({"optimizer__name": "ASGD"}, 1.0),
+        ({"train__method": "auto", "train__epochs": 9}, 1.0),
+        ({"train__max_grad_norm": 5.0}, 5.0),
+        ({"train__max_grad_norm": None}, None),
+        (REGRESSION, None),
+        ({"optimizer__name": "AdamW"}, None),
+        ({"train__method": "lbt"}, None),
+        ({"train__method": "lrs", "train__ramp": "auto"}, None),
+        ({"train__ramp": "decay", "schedule": {"kind": "cosine"}}, None),
+    ],
+)
+def test_a_ramp_with_sgd_and_a_cross_entropy_clips_gradients_unless_the_job_says_otherwise(change, norm):
+    job = spec(**{"train__method": "ramp", **change})
+    assert job.train.max_grad_norm == norm
+    assert JobSpec.model_validate(job.model_dump(mode="json")).train.max_grad_norm == norm
+
+
+def test_a_run_of_earlier_defaults_keeps_them():
+    for optimizer in ("SGD", "AdamW"):
+        job = spec(optimizer__name=optimizer, train__method="ramp")
+        stored = job.model_dump(mode="json")
+        stored["train"]["max_grad_norm"] = None
+        stored["schedule"] |= {"kind": "constant", "decay_from": 0.0}
+        earlier = JobSpec.model_validate(stored)
+        assert earlier.train.max_grad_norm is None and earlier.schedule.kind == "constant"
+        assert train_signature(earlier, nodes=1, batch=64) != train_signature(job, nodes=1, batch=64)
+
+
+def test_the_first_beta_of_a_ramp_names_another_training_only_where_it_acts():
+    def name(batch, **change):
+        cosine = {"schedule": {"kind": "cosine"}, "train__reference_batch": 16, "train__method": "ramp"}
+        return train_signature(spec(optimizer__name="AdamW", **cosine, **change), nodes=1, batch=batch)
+
+    with_late = spec(optimizer__name="AdamW", train__reference_batch=16, train__method="ramp")
+    assert name(256) != train_signature(with_late, nodes=1, batch=256)
+    betas = {"optimizer__args": {"betas": [0.8, 0.999]}}
+    assert name(256) != name(256, **betas), "given betas are a training of their own, as they were"
 
 
 def test_extreme_values_survive_a_round_trip(write):

@@ -61,8 +61,11 @@ def init(
     from tula_cli.services.new_job.from_command import from_command
     from tula_cli.services.new_job.from_sbatch import from_sbatch
     from tula_cli.services.new_job.from_template import from_template
-    from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
+    from tula_cli.spec.job import describe_training_method
+    from tula_cli.spec.load import validate
+    from tula_cli.spec.methods import describe_method
     from tula_cli.spec.scripts.section import default_train
+    from tula_cli.spec.yaml_text import parse_yaml
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
@@ -74,7 +77,7 @@ def init(
         text = from_template(kind, offered, gpus=gpus)
         told: list[str] = [f"wrote {output}; next: tula check {output}"]
         found: dict[str, object] = {}
-        line = describe_method(DEFAULT_METHOD, "SGD", REASON)
+        line = describe_training_method(validate(parse_yaml(text, source=str(output)), source=str(output)))
     else:
         source = "" if script is None else _read_script(script)
 

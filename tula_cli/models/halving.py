@@ -15,7 +15,7 @@ from tula_cli.models.ramp import of_arms
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Ags, Arm
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, with_beta1
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.sections import Optimizer, Schedule
 
@@ -45,8 +45,6 @@ SHARE = 0.25
 AT_ONCE = 4
 """Arms that one rung decides among: halving so few takes more samples than it saves."""
 
-DEFAULT_BETA2 = 0.999
-"""Of Adam and its like, where the job gives no betas."""
 DECAY = 4.0
 """Factor of the weight decay that is tried."""
 
@@ -101,8 +99,7 @@ def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
     changes = {"train": train, "schedule": schedule, "ags": _acting(spec, arm.ags or spec.ags)}
     optimizer = _decayed(spec.optimizer, arm.decay_factor)
     if arm.beta1 is not None:
-        second = spec.optimizer.args.get("betas", (None, DEFAULT_BETA2))[1]
-        optimizer = optimizer.model_copy(update={"args": {**optimizer.args, "betas": [arm.beta1, second]}})
+        optimizer = with_beta1(optimizer, arm.beta1)
     return spec.model_copy(update={**changes, "optimizer": optimizer})
 
 

@@ -103,6 +103,9 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
         content.pop("ags", None)  # a script is not told what means nothing to it
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
+        names_kind = any(setting.startswith("schedule.kind=") for setting in variant.settings)
+        if not variant.facts.constant_schedule and not names_kind:  # the same for all rows, not each method's default
+            content["schedule"] = spec.schedule.model_dump(mode="json")
         if variant.schedule:
             content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
     elif own_settings := (*variant.optimizer, *variant.schedule):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -30,8 +30,15 @@ MAX_WARMUP_SHARE = 0.05
 """Of the epochs, for a warm-up that the job does not give."""
 SGD_LIKE = ("SGD", "ASGD")
 """Optimizers whose step is proportional to the gradient."""
+LATE_DECAY = {"kind": "linear", "decay_from": 0.7}
+"""Schedule of method ramp with Adam and its like, if the job gives no kind."""
+LARGE_BATCH_BETA1, LARGE_BATCH_RATIO = 0.8, 8
+"""First beta of method ramp with Adam and its like above so many reference batches, if the job gives no betas."""
+DEFAULT_BETA2 = 0.999
+"""Of Adam and its like, where the job gives no betas."""
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 """Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
+SectionType = TypeVar("SectionType", bound=Section)
 
 
 class JobSpec(Section):
@@ -146,6 +153,23 @@ class JobSpec(Section):
         """Let factors be of tensors where the model is divided among the ranks; refuse what needs it whole."""
         if (ags := divided(self.ags, self.train)) != self.ags:
             object.__setattr__(self, "ags", ags)  # it is frozen
+        return self
+
+    @model_validator(mode="after")
+    def _defaults_of_the_method(self) -> "JobSpec":
+        """Set the schedule and the clipping that the method has by default; they stay unset, so that another method has its own."""
+        facts = self.train.facts
+        if self.script is not None or self.train.stages == "decay":
+            return self
+        if facts.late_decay and self.optimizer.name in WITH_BETA2 and "kind" not in self.schedule.model_fields_set:
+            object.__setattr__(self, "schedule", _with_defaults(self.schedule, LATE_DECAY))  # it is frozen
+        if (
+            facts.max_grad_norm is not None
+            and self.optimizer.name in SGD_LIKE
+            and self.loss.name in CROSS_ENTROPIES
+            and "max_grad_norm" not in self.train.model_fields_set
+        ):
+            object.__setattr__(self, "train", _with_defaults(self.train, {"max_grad_norm": facts.max_grad_norm}))
         return self
 
     @model_validator(mode="after")
@@ -352,6 +376,14 @@ class JobSpec(Section):
         return JobSpec.model_validate({**base, "search": {**base["search"], **search}})
 
 
+def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:
+    """Return a section with other defaults; what the job gives is still told from what it does not give."""
+    given = section.model_fields_set.copy()
+    changed = section.model_copy(update=dict(defaults))
+    object.__setattr__(changed, "__pydantic_fields_set__", given)
+    return changed
+
+
 def _under(item: Any, *path: str) -> InitErrorDetails:
     """Return a problem that pydantic found in a part, with the path of the whole."""
     kind = PydanticCustomError("value_error", "{why}", {"why": item["msg"].removeprefix("Value error, ")})
@@ -465,6 +497,19 @@ def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
     return "sqrt" if by_root else spec.train.lr_rule
 
 
+def default_beta1(spec: JobSpec, batch: int) -> float | None:
+    """Return the first beta of a training at a global batch if it is the method's default; None: that of the optimizer."""
+    facts, is_large = spec.train.facts, batch > LARGE_BATCH_RATIO * spec.train.reference_batch
+    has_default = facts.late_decay and spec.optimizer.name in WITH_BETA2 and "betas" not in spec.optimizer.args
+    return LARGE_BATCH_BETA1 if is_large and has_default and spec.train.stages != "decay" else None
+
+
+def with_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
+    """Return an optimizer section with another first beta; the second is the job's."""
+    second = optimizer.args.get("betas", (None, DEFAULT_BETA2))[1]
+    return optimizer.model_copy(update={"args": {**optimizer.args, "betas": [beta1, second]}})
+
+
 def beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
     """Return `optimizer.beta2_half_life`; by default methods ramp and ortho keep that of the reference batch."""
     given = spec.optimizer.beta2_half_life
@@ -511,7 +556,23 @@ def describe_training_method(spec: JobSpec) -> str:
     """Return one line about the method of a job, with the reason if it is the default."""
     method, script = spec.train.method, spec.script
     if script is None:
-        return describe_method(method, spec.optimizer.name, REASON if method == DEFAULT_METHOD else "")
+        reason = REASON if method == DEFAULT_METHOD else ""
+        return describe_method(method, spec.optimizer.name, reason, _describe_settings(spec))
     default, reason = section.default_train(script.command)
     is_default = default == spec.train.model_dump(include=set(default))
     return describe_method(method, None, reason if is_default else "")
+
+
+def _describe_settings(spec: JobSpec) -> str:
+    """Return in words the schedule, beta1 and clipping of a job whose method has them by default; empty if it has none."""
+    facts, name, schedule = spec.train.facts, spec.optimizer.name, spec.schedule
+    above = LARGE_BATCH_RATIO * spec.train.reference_batch
+    if default_beta1(spec, above + 1) is not None:
+        late = f", falling linearly from {schedule.decay_from:g} of the epochs on" if schedule.decay_from else ""
+        return (
+            f"With {name} the schedule of the learning rate is {schedule.kind}{late}, and beta1 is {LARGE_BATCH_BETA1:g} above batch"
+            f" {above} unless optimizer.args.betas is given"
+        )
+    if facts.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
+        return ""
+    return f"Gradients are clipped: train.max_grad_norm is {spec.train.max_grad_norm:g}"

@@ -20,6 +20,8 @@ class Facts:
     file: str = "plain"  # of worker/methods, where its object METHOD is
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate, in batch / reference_batch
     max_lr_factor: float | None = None  # of train.max_lr_factor: auto; None: no limit
+    max_grad_norm: float | None = None  # with a cross-entropy and SGD, where the spec gives none
+    late_decay: bool = False  # of the learning rate of Adam and its like, where the spec gives no schedule
     refuses_lr_scaling: Mapping[str, str] = field(default_factory=dict)  # value of train.lr_scaling -> why
     warmup_epochs: float = 0.0  # at most, where the spec gives none
     replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
@@ -128,6 +130,8 @@ METHODS: dict[str, Facts] = {
         "ramp",
         lr_scaling="linear",
         max_lr_factor=8.0,
+        max_grad_norm=1.0,
+        late_decay=True,
         orthogonalises=True,
         is_arm=True,
         ramps=True,
@@ -145,22 +149,24 @@ METHODS: dict[str, Facts] = {
         reads_ags=True,
         refreshes=True,
         tunes=True,
+        max_grad_norm=1.0,
         summary="takes the ramp unless short branches show that it breaks down; costs a quarter of the training's samples more",
     ),
 }
 """Learning rates are scaled linearly and warmed up as in the paper, IV-D; LAMB's by the square root (You et al. 2020)."""
 
 
-def describe_method(method: str, optimizer: str | None, default: str = "") -> str:
+def describe_method(method: str, optimizer: str | None, default: str = "", settings: str = "") -> str:
     """Return one line about a job's method: why it is the default, what it does, and advice for the optimizer's family.
 
     Args:
         method: of train.method.
         optimizer: of optimizer.name; None for a script, whose optimizer is not known.
         default: why a job that names no method has this one; empty if it has another.
+        settings: what it sets in the job besides, which takes the place of the advice; empty if nothing.
     """
     reason = f", the default because {default}" if default else ""
-    advice = _advice(method, optimizer)
+    advice = settings or _advice(method, optimizer)
     return f"method {method}{reason}: {facts_of(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
 
 

@@ -171,7 +171,9 @@ class Optimizer(Section):
     lr: PositiveFloat  # tuned for train.reference_batch
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # to the optimizer, where given
     weight_decay: NonNegativeFloat = 0.0  # to the optimizer
-    args: Arguments = {}  # to the optimizer, for example {nesterov: true}
+    # to the optimizer, for example {nesterov: true}; with method ramp and Adam and its like the first of betas is 0.8 above 8
+    # times train.reference_batch if betas are not given
+    args: Arguments = {}
     # samples in which the second moment of Adam and its like forgets half, whatever the batch; auto: those of its beta2 at
     # train.reference_batch; null: beta2 stays, as a share a step
     beta2_half_life: Literal["auto"] | Annotated[float, Field(gt=0, le=1e12)] | None = None
@@ -187,7 +189,7 @@ class Schedule(Section):
     """Learning rate over epochs (fractional epochs count): warm-up from near zero, then one of the kinds."""
 
     # after the warm-up: constant, multistep, cosine, linear, one-cycle, or an import string of a callable (epochs done, with
-    # fraction) -> factor of the learning rate
+    # fraction) -> factor of the learning rate; with method ramp and Adam and its like linear with decay_from 0.7 if not given
     kind: str = "constant"
     milestones: list[NonNegativeFloat] = []  # epochs
     gamma: PositiveFloat = 0.1  # multistep: the factor at each milestone
@@ -258,7 +260,8 @@ class Train(Section):
     # of fsdp: class names of what is gathered at a time; auto: the members of every nn.ModuleList and nn.Sequential
     fsdp_blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = "auto"
     accumulate: Positive = 1  # micro-batches an optimizer step
-    max_grad_norm: PositiveFloat | None = None  # gradients are clipped to this norm
+    # gradients are clipped to this norm; if not given 1 with methods ramp and auto, SGD and a cross-entropy; null: not clipped
+    max_grad_norm: PositiveFloat | None = None
     activation_checkpointing: bool = False  # less memory, more computing
     checkpoint_every: Literal["auto"] | PositiveFloat = (
         "auto"  # seconds; auto is Young/Daly from the measured save time

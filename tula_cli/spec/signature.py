@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec, effective_lr_limit, warmup_epochs
+from tula_cli.spec.job import JobSpec, default_beta1, effective_lr_limit, warmup_epochs
 from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.own_script import Script
@@ -78,6 +78,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         include={"transforms", "loss"},
     )
     parts["model"], parts["optimizer"] = _model(spec), _optimizer(spec)
+    if (beta1 := default_beta1(spec, batch)) is not None:
+        parts["optimizer"]["beta1"] = beta1
     new = {"peak", "args", "decay_from"}
     later = spec.schedule.model_dump(include=new, exclude_defaults=True)
     parts["schedule"] = spec.schedule.model_dump(exclude=new) | later

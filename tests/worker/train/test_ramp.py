@@ -67,7 +67,7 @@ def test_the_learning_rate_follows_the_batch_in_use_and_may_be_capped(alone: Ran
 def test_adam_has_the_root_and_its_second_moment_lasts_as_many_samples(alone: Ranks) -> None:
     by_muon = trainer(job("ramp", optimizer={"name": "Muon", "momentum": None}), alone, batch=32)
     assert by_muon.optimizer is by_muon.base, "Muon orthogonalises by itself"
-    subject = trainer(job("ramp", optimizer=ADAM), alone, batch=32)
+    subject = trainer(job("ramp", optimizer=ADAM, schedule={"kind": "constant"}), alone, batch=32)
     assert isinstance(subject.optimizer, Ortho), "its steps are orthogonalised"
     seen = {}
     for step in worker_train_loop.steps(subject):
@@ -76,8 +76,22 @@ def test_adam_has_the_root_and_its_second_moment_lasts_as_many_samples(alone: Ra
     assert [seen[batch][1] for batch in (8, 16, 32)] == pytest.approx([0.999, 0.999**2, 0.999**4])
 
 
+@pytest.mark.parametrize(("batch", "betas", "beta1"), [(256, None, 0.8), (64, None, 0.9), (256, [0.7, 0.99], 0.7)])
+def test_beta1_of_a_ramp_follows_the_batch_that_it_comes_to(
+    alone: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batch: int, betas: list[float] | None, beta1: float
+) -> None:
+    optimizer = {**ADAM, "args": {"betas": betas} if betas else {}}
+    seen: list[TrainTask] = []
+    monkeypatch.setattr("tula_cli.worker.entry._train", lambda task, context: seen.append(task))
+    monkeypatch.setattr("tula_cli.worker.entry.TrainingEnergy.keep", lambda self: None)
+    spec = job("ramp", ramp="auto", optimizer=optimizer, train={"reference_batch": 8})
+    train(RunDir.create(tmp_path, spec), alone, train_task(spec, batch=batch))
+    built = trainer(seen[0].spec, alone, batch=64).base
+    assert [group["betas"][0] for group in built.param_groups] == [beta1]
+
+
 def test_method_ramp_at_the_reference_batch_is_ortho(alone: Ranks) -> None:
-    at_once = {"schedule": {"warmup_epochs": 0}, "train": {"reference_batch": 16}}
+    at_once = {"schedule": {"warmup_epochs": 0}, "train": {"reference_batch": 16, "max_grad_norm": None}}
     plain, ramped = (trainer(job(name, ramp=None, **at_once), alone, batch=16) for name in ("ortho", "ramp"))
     steps_of(plain), steps_of(ramped)
     assert same(weights(plain), weights(ramped))

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from tula_cli.host.outcome import classify
 from tula_cli.run.records.components import Components
-from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.spec.job import JobSpec
 
 RESOLUTION = 0.02
@@ -41,6 +41,8 @@ class Trial:
     memory: dict[str, Any] | None  # of `Components`; None where it does not fit
     text: str = ""  # what was said where it does not
     seconds: float = 0.0  # of the last step
+    device: str = "cpu"
+    capacity: int | None = None  # that it ran under
 
     @property
     def peak(self) -> int:
@@ -52,7 +54,8 @@ class Trial:
         memory = Components.model_validate(self.memory)
         times: dict[str, Any] = {"step_times": (self.seconds,), "compute_time": self.seconds}
         return Measured.model_construct(
-            local_batch=self.batch, accumulate=1, nodes=1, gpus_per_node=1, memory=memory, **times
+            local_batch=self.batch, accumulate=1, nodes=1, gpus_per_node=1, memory=memory, capacity=self.capacity,
+            environment=Environment.model_construct(device=self.device), **times,
         )  # fmt: skip
 
 
@@ -251,7 +254,8 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
         reserved=reserved,
         libraries=meter.libraries(capacity),
     )
-    return Trial(batch, True, memory.model_dump(mode="json"), seconds=seconds)
+    parts = memory.model_dump(mode="json")
+    return Trial(batch, True, parts, seconds=seconds, device=me.device.type, capacity=capacity)
 
 
 if __name__ == "__main__":

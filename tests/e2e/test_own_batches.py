@@ -21,7 +21,7 @@ JOB: dict[str, Any] = {
     "model": {"name": "token_jobs:Classifier"},
     "dataset": {"name": "token_jobs:Sentences", "collate_fn": "token_jobs:padded", "args": {"size": 256}},
     "optimizer": {"name": "SGD", "lr": 0.3, "momentum": 0.9},
-    "train": {"epochs": 6, "reference_batch": 16, "workers": 0},
+    "train": {"epochs": 6, "method": "ags", "reference_batch": 16, "workers": 0},
     "search": {
         "nodes": [1], "min_batch": 16, "max_batch": 32, "min_steps": 5, "min_seconds": 0, "max_seconds": 0.001,
         "warmup_steps": 2, "max_node_hours": 5,
@@ -106,7 +106,7 @@ def test_lengths_of_text_are_measured_and_told_beside_the_choice(tula) -> None:
 def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> None:
     write(tula, **KINDS[kind], search={**JOB["search"], "nodes": [1, 2]})
     tula("check", "job.yaml")
-    assert tula("estimate", "job.yaml")["status"]
+    assert tula("check", "job.yaml", "--memory", "64GiB")["status"]
     tula("profile", "job.yaml")
     tula("recommend")
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "32", "--set", "train.epochs=6")
@@ -136,7 +136,7 @@ def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula
         search={**JOB["search"], "nodes": [1, 2]},
     )
     assert "2 blocks" in str(tula("check", "job.yaml")["data"])
-    assert tula("estimate", "job.yaml")["data"]["sharing"] == 2
+    assert tula("check", "job.yaml", "--memory", "64GiB")["data"]["sharing"] == 2
     tula("profile", "job.yaml")
     tula("recommend")
     run = tula.run()

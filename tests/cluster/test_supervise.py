@@ -1,13 +1,16 @@
 """The supervisor with ranks that are small scripts: what it does with each way of ending."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import make_runs
 import pytest
@@ -650,6 +653,32 @@ def allocation(index: int, count: int) -> Allocation:
 def on_slurm(probe: ProbeTask, **slurm: object) -> ProbeTask:
     spec = make_runs.spec(cluster={"kind": "slurm", "gpus_per_node": 2, "slurm": slurm})
     return probe.model_copy(update={"spec": spec, "nodes": 2})
+
+
+def test_a_leader_waits_for_a_cause_where_ranks_have_only_lost_a_peer(run: RunDir, probe: ProbeTask) -> None:
+    task = on_slurm(probe, launcher="torchrun")
+    run.write_task(task)
+    attempt = cluster_attempt.open_attempt(run, allocation(0, 2), task)
+    command = LeaderCommand(task=task.id, attempt=attempt.number, ranks=4)
+    leader = RunningAttempt(
+        run, allocation(0, 2), cast(Any, None), cast(Any, None), task, attempt, command, math.inf, cast(Any, None)
+    )
+
+    def write(rank: int, outcome: str) -> None:
+        failure = Failure(
+            task=task.id, attempt=attempt.number, rank=rank, host="n", pid=1, outcome=cast(Any, outcome), message="",
+            detail="", failed_at=1.0,
+        )  # fmt: skip
+        run.write_failure(failure)
+
+    for rank in (0, 1, 3):
+        write(rank, "peer")
+    writing = threading.Timer(0.5, write, (2, "signal"))
+    started = time.monotonic()
+    writing.start()
+    leader._await_reports()
+    assert 0.4 < time.monotonic() - started < cluster_attempt.PEER_GRACE
+    assert [failure.outcome for failure in run.failures(task.id)].count("signal") == 1
 
 
 def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -> None:

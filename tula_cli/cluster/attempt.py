@@ -26,6 +26,7 @@ from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
 from tula_cli.host.network import node_name
+from tula_cli.host.outcome import names_cause
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_gone
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -336,12 +337,17 @@ class RunningAttempt:
         return self._root_cause(own)
 
     def _await_reports(self) -> None:
-        """Wait until each supervisor has written why its ranks ended: the first cause may be another's. At most a grace."""
+        """Wait until each supervisor has written why its ranks ended: the first cause may be another's. At most a grace.
+
+        A rank that lost its peer writes so at once. Under torchrun the supervisor beside it reports only when torchrun has
+        ended, so reports of lost peers alone do not name the cause yet.
+        """
         until, own_ranks = time.monotonic() + PEER_GRACE, ranks_of(self.task)
         supervisors = set(range(0, self.command.ranks, own_ranks))
         while time.monotonic() < until:
             failed = self.run.failed_ranks(self.task.id, self.attempt.number)
-            if supervisors <= {rank - rank % own_ranks for rank in failed}:
+            reported = supervisors <= {rank - rank % own_ranks for rank in failed}
+            if reported and names_cause(self.run.failures(self.task.id, self.attempt.number)):
                 return
             time.sleep(min(POLL, max(0.0, until - time.monotonic())))
 

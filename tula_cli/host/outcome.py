@@ -479,6 +479,11 @@ def root(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (_severity(failure), failure.failed_at, failure.rank), default=None)
 
 
+def names_cause(failures: Iterable[Failure]) -> bool:
+    """Return whether one of these failures is more than the loss of a peer."""
+    return any(_severity(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
+
+
 def _severity(failure: Failure) -> int:
     told_to_end = failure.outcome == "signal" and _TOLD_TO_END.search(failure.message)
     return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity

@@ -50,7 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
                 "model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256,
             },
         },
-        "dataset": {"name": "python_source", "collate_fn": None, "args": {"length": 16, "size": 6000}},
+        "dataset": {"name": "python_source", "collate_fn": None, "args": {"length": 16, "size": 20000}},
         "optimizer": {"name": "AdamW", "lr": 1e-3, "momentum": None},
     },
 }  # fmt: skip

@@ -50,8 +50,10 @@ def facts(folder: Path, name: str) -> list[object]:
 def test_shares_train_what_copies_do(shares: Path) -> None:
     for found in facts(shares, "trained_alike"):
         assert isinstance(found, dict) and found.keys() == KINDS.keys()
-        for kind, differences in found.items():  # torch's Muon multiplies in bfloat16, and shares in another order
-            assert max(differences) < (1e-2 if kind == "muon" else 1e-5), found
+        # torch's Muon multiplies in bfloat16, and shares in another order; clipped and orthogonalised steps enlarge rounding
+        limits = {"muon": 1e-2, "ramp": 5e-5}
+        for kind, differences in found.items():
+            assert max(differences) < limits.get(kind, 1e-5), found
 
 
 def test_a_rank_holds_its_share_of_parameters_gradients_and_states(shares: Path) -> None:

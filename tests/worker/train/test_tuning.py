@@ -26,7 +26,7 @@ from tula_cli.worker.train import loop as worker_train_loop
 
 WILD = {"name": "wild", "lr_factor": 1e30}
 FAST = {"name": "fast", "lr_factor": 1.5, "warmup_epochs": 0.5}
-BEGUN = spec(train={"method": "lbt", "epochs": 4, "ramp": [{"epochs": 1, "batch": 8}]})
+BEGUN = spec(train={"method": "lbt", "epochs": 4, "max_grad_norm": 1.0, "ramp": [{"epochs": 1, "batch": 8}]})
 RAMPS = ({"name": "ramp", "method": "ramp"},)
 SCALED = {"name": "scaled", "method": "ags", "ags": {"granularity": "tensor", "delta": "inf"}}
 

@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # --- numbers and words
 
@@ -98,6 +101,25 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(
         lambda match: " " if match[0] == "\r" and text[match.end() : match.end() + 1] not in ("", "\n") else "", text
     )
+
+
+def spreadsheet_cell(value: T) -> T | str:
+    """Return a value as a cell of CSV that no spreadsheet computes: one line, and an apostrophe before what is a formula.
+
+    Spreadsheets take text for a formula that begins with one of ``=+-@``. Numbers stay as they are.
+    """
+    if not isinstance(value, str):
+        return value
+    line = " ".join(value.split())
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not _is_number(line) else line
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def near(path: Path) -> str:

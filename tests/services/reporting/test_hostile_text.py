@@ -25,9 +25,6 @@ FORMULAS = {
     "tab": "\t=1+1",
     "cr": "\r=1+1",
 }
-not_yet = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the writers of reports are rewritten later (issue 32, row F2)"
-)
 
 
 def compared(root: Path, method: str) -> RunDir:
@@ -59,28 +56,24 @@ def formulas(cells: list[str]) -> list[str]:
     return [cell for cell in cells if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
 
 
-@not_yet
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name != "cr"])
 def test_the_name_of_a_method_is_no_formula_in_csv(name: str, tmp_path: Path) -> None:
     cells = text_cells(compared(tmp_path, f"{FORMULAS[name]} mine"))
     assert [cell for cell in cells if "mine" in cell] and formulas(cells) == []
 
 
-@not_yet
 def test_a_carriage_return_in_a_name_does_not_begin_a_row_of_csv(tmp_path: Path) -> None:
     text = report_text(Run.of(compared(tmp_path, "mine\r=1+1")), form="csv")
     assert "mine" in text
     assert [line for line in text.splitlines() if line.startswith("=1+1")] == []
 
 
-@not_yet
 @pytest.mark.parametrize("name", FORMULAS)
 def test_the_message_of_an_attempt_is_no_formula_in_csv(name: str, tmp_path: Path) -> None:
     cells = text_cells(trained(tmp_path, f"{FORMULAS[name]} mine"))
     assert [cell for cell in cells if "mine" in cell] and formulas(cells) == []
 
 
-@not_yet
 @pytest.mark.parametrize("name", ["=", "+", "-", "@"])
 def test_the_message_of_a_probe_is_no_formula_in_results_csv(name: str, tmp_path: Path) -> None:
     run = reports.probed(tmp_path)
@@ -128,7 +121,6 @@ def chosen_for(root: Path, reason: str) -> RunDir:
     return run
 
 
-@not_yet
 @pytest.mark.parametrize("text", [SCRIPT, IMAGE], ids=["script", "img"])
 @pytest.mark.parametrize("make_run", [compared, trained, of_device, of_command, warned, chosen_for])
 def test_markdown_has_no_tag_of_anybody_else(

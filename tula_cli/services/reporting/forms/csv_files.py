@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tula_cli.services.reporting.document import Cell, Document, Figure, Table
 from tula_cli.services.reporting.forms.cells import head
+from tula_cli.words import spreadsheet_cell
 
 
 def files(document: Document) -> dict[str, str]:
@@ -33,7 +34,8 @@ def together(document: Document) -> str:
         for title in (*(table.title for table in section.tables), *(figure.title for figure in section.figures))
     ]
     return "\n".join(
-        f"# {name}: {title}\n{text}" for (name, text), title in zip(files(document).items(), titles, strict=True)
+        f"# {name}: {' '.join(title.split())}\n{text}"
+        for (name, text), title in zip(files(document).items(), titles, strict=True)
     )
 
 
@@ -82,5 +84,5 @@ def _place(figure: Figure, x: float) -> Cell:
 
 def _text(rows: Iterable[Sequence[Cell]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows(map(spreadsheet_cell, row) for row in rows)
     return text.getvalue()

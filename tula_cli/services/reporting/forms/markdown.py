@@ -77,5 +77,9 @@ def _figure(figure: Figure) -> str:
 
 
 def _text(words: str) -> str:
-    r"""Return words in which nothing is taken for markup: ``*``, ``_``, brackets, ``<``; and lines are one."""
-    return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", " ".join(words.split()))
+    r"""Return words in which nothing is taken for markup: ``*``, ``_``, brackets, tags of HTML; and lines are one.
+
+    ``<`` is an entity: some readers of Markdown know no escaped one.
+    """
+    line = " ".join(words.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_\[\]>#|])", r"\\\1", line)

@@ -918,6 +918,23 @@ def test_a_line_says_which_method_a_job_has_and_gives_advice_for_its_optimizer(o
     assert "\n" not in line and "%" not in line, "results are those of docs/accuracy.md"
 
 
+def test_the_line_names_the_schedule_also_where_betas_are_given_or_the_decay_is_spent_as_batch():
+    betas = {"optimizer__name": "AdamW", "optimizer__args": {"betas": [0.9, 0.99]}}
+    line = describe_training_method(spec(train__method="ramp", **betas))
+    assert "falling linearly from 0.7 of the epochs on, and beta1 that of optimizer.args.betas" in line
+    assert "also compare" not in line
+    decay = {"optimizer__name": "AdamW", "train__ramp": "decay", "schedule__kind": "cosine"}
+    line = describe_training_method(spec(train__method="ramp", **decay))
+    assert "spent as batch" in line and "decay_from" not in line
+
+
+@pytest.mark.parametrize("setting", ["decay_from=0.5", "min_lr=0.001", "milestones=[3]", "peak=0.5", "args={a: 1}"])
+def test_a_key_of_another_schedule_is_refused_without_naming_a_kind_that_the_job_does_not(write, setting):
+    with pytest.raises(SpecError, match=r"where schedule\.kind is not given") as caught:
+        load(write(MINIMAL), f"schedule.{setting}")
+    assert "constant" not in str(caught.value.problems[0])
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "decay_from", "beta1"),
     [

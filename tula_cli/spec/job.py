@@ -566,12 +566,16 @@ def describe_training_method(spec: JobSpec) -> str:
 def _describe_settings(spec: JobSpec) -> str:
     """Return in words the schedule, beta1 and clipping of a job whose method has them by default; empty if it has none."""
     facts, name, schedule = spec.train.facts, spec.optimizer.name, spec.schedule
-    above = LARGE_BATCH_RATIO * spec.train.reference_batch
-    if default_beta1(spec, above + 1) is not None:
+    if spec.train.stages == "decay":
+        return "The decay of the learning rate is spent as batch (train.ramp: decay)"
+    if facts.late_decay and name in WITH_BETA2:
+        above = LARGE_BATCH_RATIO * spec.train.reference_batch
         late = f", falling linearly from {schedule.decay_from:g} of the epochs on" if schedule.decay_from else ""
+        has_default = default_beta1(spec, above + 1) is not None
+        beta1 = f"is {LARGE_BATCH_BETA1:g} above batch {above} unless optimizer.args.betas is given"
         return (
-            f"With {name} the schedule of the learning rate is {schedule.kind}{late}, and beta1 is {LARGE_BATCH_BETA1:g} above batch"
-            f" {above} unless optimizer.args.betas is given"
+            f"With {name} the schedule of the learning rate is {schedule.kind}{late}, and beta1"
+            f" {beta1 if has_default else 'that of optimizer.args.betas'}"
         )
     if facts.max_grad_norm is None or name not in SGD_LIKE or spec.train.max_grad_norm is None:
         return ""

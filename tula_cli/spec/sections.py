@@ -207,22 +207,23 @@ class Schedule(Section):
         if self.kind not in SCHEDULES and not is_import_string(self.kind):
             hint = nearest(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
             raise ValueError(f"unknown kind {self.kind!r}; {hint}")
+        kind = f"to kind {self.kind!r}" if "kind" in self.model_fields_set else "where schedule.kind is not given"
         if self.kind == "multistep" and not self.milestones:
             raise ValueError("multistep needs milestones (epochs), for example [30, 60, 80]")
         if self.kind != "multistep" and self.milestones:
-            raise ValueError(f"milestones mean nothing to kind {self.kind!r}; use kind: multistep")
+            raise ValueError(f"milestones mean nothing {kind}; use kind: multistep")
         if sorted(self.milestones) != self.milestones:
             raise ValueError(f"milestones must ascend, got {self.milestones}")
         if self.kind not in FALLING and self.min_lr:
-            raise ValueError(f"min_lr means nothing to kind {self.kind!r}; use kind: {', '.join(FALLING)}")
+            raise ValueError(f"min_lr means nothing {kind}; use kind: {', '.join(FALLING)}")
         if self.kind == "one-cycle" and self.warmup_epochs:
             raise ValueError("one-cycle has a warm-up of its own, up to `peak`; leave warmup_epochs out")
         if self.kind != "one-cycle" and self.peak != PEAK:
-            raise ValueError(f"peak means nothing to kind {self.kind!r}; use kind: one-cycle")
+            raise ValueError(f"peak means nothing {kind}; use kind: one-cycle")
         if self.kind != "linear" and self.decay_from:
-            raise ValueError(f"decay_from means nothing to kind {self.kind!r}; use kind: linear")
+            raise ValueError(f"decay_from means nothing {kind}; use kind: linear")
         if self.args and not is_import_string(self.kind):
-            raise ValueError(f"args mean nothing to kind {self.kind!r}: they go to an import string")
+            raise ValueError(f"args mean nothing {kind}: they go to an import string")
         return self
 
 

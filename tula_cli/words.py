@@ -6,9 +6,6 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
-
-T = TypeVar("T")
 
 # --- numbers and words
 
@@ -103,7 +100,7 @@ def without_controls(text: str) -> str:
     )
 
 
-def spreadsheet_cell(value: T) -> T | str:
+def escape_spreadsheet_cell(value: object) -> object:
     """Return a value as a cell of CSV that no spreadsheet computes: one line, and an apostrophe before what is a formula.
 
     Spreadsheets take text for a formula that begins with one of ``=+-@``. Numbers stay as they are.
@@ -111,15 +108,16 @@ def spreadsheet_cell(value: T) -> T | str:
     if not isinstance(value, str):
         return value
     line = " ".join(value.split())
-    return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not _is_number(line) else line
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) and parse_number(line) is None else line
 
 
-def _is_number(text: str) -> bool:
+def parse_number(text: str) -> float | None:
+    """Return the finite number that a text is, or None if it is none."""
     try:
-        float(text)
+        value = float(text)
     except ValueError:
-        return False
-    return True
+        return None
+    return value if math.isfinite(value) else None
 
 
 def near(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Whether a batch trains, and what it takes: a few steps of the product's trainer at each batch that is asked for.
 
 On a GPU one process answers for all batches: an out-of-memory that is caught leaves nothing behind there. On the CPU each
-batch gets a process of its own, for what is freed leaves holes that the next one counts.
+batch gets a process of its own, for what one frees stays in the heap, which the next one counts.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tula_cli.spec.job import JobSpec
 RESOLUTION = 0.02
 """Bisection ends where the largest batch is known to this share."""
 LEFT_FREE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""On the CPU what is freed goes back to the system at once, or holes in the heap would count as the model's."""
+"""On the CPU what is freed goes back to the system at once, or the heap would count as the model's."""
 
 
 class TrialFailed(Exception):

@@ -47,7 +47,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "train": {"method": "ortho", "max_grad_norm": 0.5},
         "schedule": {"warmup_epochs": 0.5},
     },
-    "ramp": {"train": {"method": "ramp"}},
+    "ramp": {"train": {"method": "ramp", "max_grad_norm": None}},
+    "clipped ramp": {"train": {"method": "ramp"}},
     "decay": {
         "optimizer": {"name": "AdamW", "momentum": None, "weight_decay": 0.1, "lr": 0.01},
         "train": {"method": "lbt", "ramp": "decay", "reference_batch": 4, "accumulate": 2},

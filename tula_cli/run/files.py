@@ -243,13 +243,13 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
         raise damaged(path, f"{first['msg']} at {where}") from None
 
 
-WRITTEN_AGAIN_BY = {"results": "tula profile", "recommendation.json": "tula recommend"}
+COMMANDS_THAT_REWRITE = {"results": "tula profile", "recommendation.json": "tula recommend"}
 """Commands that write a deleted file again, by the file's name or its folder."""
 
 
 def damaged(path: Path, why: str) -> BadMeasurements:
     """Return the error of a damaged file, whose hint names the command that writes the file again."""
-    command = WRITTEN_AGAIN_BY.get(path.name) or WRITTEN_AGAIN_BY.get(path.parent.name)
+    command = COMMANDS_THAT_REWRITE.get(path.name) or COMMANDS_THAT_REWRITE.get(path.parent.name)
     again = f"{command}, which writes it again" if command else "the same command again"
     return BadMeasurements(f"{path} is damaged: {why}", f"delete that file and run {again}")
 

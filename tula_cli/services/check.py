@@ -187,7 +187,7 @@ def check(
     """
     inspection, later = _inspected(spec, inspector or inspect) if online else (None, None)
     largest = largest_local_batch(spec, inspection) if inspection else None
-    automatic = spec.search.strategy == "auto"
+    chosen_by_auto = spec.search.strategy == "auto"
     if inspection:
         spec = with_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     jobs, problems = _jobs(spec, inspection, largest=largest)
@@ -220,7 +220,7 @@ def check(
         warnings=(
             *_unknown(later),
             *lengths_left_out(lengths),
-            *_warnings(spec, inspection, jobs, automatic=automatic),
+            *_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
             *tight,
             *dear,
             *_scaled_part(run),
@@ -330,7 +330,7 @@ def _too_few_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ..
 
 
 def _warnings(
-    spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, automatic: bool
+    spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, chosen_by_auto: bool
 ) -> tuple[str, ...]:
     found = [*(inspection.warnings if inspection else ()), *doubts(spec), *doubtful_factors(spec)]
     if spec.cluster.collective_warning:
@@ -354,7 +354,7 @@ def _warnings(
         )
     if spec.search.strategy == "adaptive" and jobs:
         found.append(
-            f"search.strategy: {'auto chose ' * automatic}adaptive: the figures are those of the first round; further ones"
+            f"search.strategy: {'auto chose adaptive' if chosen_by_auto else 'adaptive'}: the figures are those of the first round; further ones"
             " depend on its results and stay within search.max_node_hours"
         )
     if spec.search.max_node_hours is None:

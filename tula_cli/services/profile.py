@@ -92,7 +92,7 @@ def plan(
     """
     source = choose(run, spec, Path.cwd(), keep=True)
     largest = largest_local_batch(spec, inspection)
-    automatic = spec.search.strategy == "auto"
+    chosen_by_auto = spec.search.strategy == "auto"
     spec = with_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
     known = {result.id: result for result in run.results()} if run else {}
     wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere, sizes=sizes)
@@ -105,7 +105,8 @@ def plan(
         tasks = _packed(tasks)
     if short := too_short(spec, [task.nodes for task in tasks]):
         raise Infeasible("; ".join(short))
-    chosen = ("search.strategy: auto chose adaptive",) if automatic and spec.search.strategy == "adaptive" else ()
+    in_rounds = spec.search.strategy == "adaptive"
+    choice = ("search.strategy: auto chose adaptive",) if chosen_by_auto and in_rounds else ()
     total = sum(len(local_batches) for local_batches in wanted.values())
     node_hours = node_hours_at_most(spec, [task.nodes for task in tasks])
     return ProfilePlan(
@@ -118,9 +119,9 @@ def plan(
         currency=spec.pricing.currency,
         code=source,
         price=price_words(spec.pricing),
-        reasons=(*chosen, *found.reasons),
+        reasons=(*choice, *found.reasons),
         certainty=found.words,
-        in_rounds=spec.search.strategy == "adaptive",
+        in_rounds=in_rounds,
     )
 
 

@@ -161,7 +161,7 @@ class JobSpec(Section):
         facts = self.train.facts
         if self.script is not None or self.train.stages == "decay":
             return self
-        if facts.late_decay and self.optimizer.name in WITH_BETA2 and "kind" not in self.schedule.model_fields_set:
+        if has_adam_defaults(self) and "kind" not in self.schedule.model_fields_set:
             object.__setattr__(self, "schedule", _with_defaults(self.schedule, LATE_DECAY))  # it is frozen
         if (
             facts.max_grad_norm is not None
@@ -377,11 +377,8 @@ class JobSpec(Section):
 
 
 def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:
-    """Return a section with other defaults; what the job gives is still told from what it does not give."""
-    given = section.model_fields_set.copy()
-    changed = section.model_copy(update=dict(defaults))
-    object.__setattr__(changed, "__pydantic_fields_set__", given)
-    return changed
+    """Return a section with other defaults, which do not count as fields that the job sets."""
+    return type(section).model_construct(section.model_fields_set, **{**dict(section), **defaults})
 
 
 def _under(item: Any, *path: str) -> InitErrorDetails:
@@ -497,11 +494,16 @@ def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
     return "sqrt" if by_root else spec.train.lr_rule
 
 
+def has_adam_defaults(spec: JobSpec) -> bool:
+    """Return whether the method of a job sets a late decay and a lower beta1 where the job gives neither."""
+    return spec.train.facts.late_decay and spec.optimizer.name in WITH_BETA2 and spec.train.stages != "decay"
+
+
 def default_beta1(spec: JobSpec, batch: int) -> float | None:
     """Return the first beta of a training at a global batch if it is the method's default; None: that of the optimizer."""
-    facts, is_large = spec.train.facts, batch > LARGE_BATCH_RATIO * spec.train.reference_batch
-    has_default = facts.late_decay and spec.optimizer.name in WITH_BETA2 and "betas" not in spec.optimizer.args
-    return LARGE_BATCH_BETA1 if is_large and has_default and spec.train.stages != "decay" else None
+    is_large = batch > LARGE_BATCH_RATIO * spec.train.reference_batch
+    has_default = has_adam_defaults(spec) and "betas" not in spec.optimizer.args
+    return LARGE_BATCH_BETA1 if is_large and has_default else None
 
 
 def with_beta1(optimizer: Optimizer, beta1: float) -> Optimizer:
@@ -568,7 +570,7 @@ def _describe_settings(spec: JobSpec) -> str:
     facts, name, schedule = spec.train.facts, spec.optimizer.name, spec.schedule
     if spec.train.stages == "decay":
         return "The decay of the learning rate is spent as batch (train.ramp: decay)"
-    if facts.late_decay and name in WITH_BETA2:
+    if has_adam_defaults(spec):
         above = LARGE_BATCH_RATIO * spec.train.reference_batch
         late = f", falling linearly from {schedule.decay_from:g} of the epochs on" if schedule.decay_from else ""
         has_default = default_beta1(spec, above + 1) is not None

@@ -23,7 +23,7 @@ from tula_cli.services.recommendation.listed import FEW
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
-from tula_cli.words import spreadsheet_cell
+from tula_cli.words import escape_spreadsheet_cell
 
 _BLOCK = 1000
 """Rows that are made together."""
@@ -130,7 +130,7 @@ def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recomme
     table = csv.DictWriter(text, first, lineterminator="\n")
     table.writeheader()
     for line in itertools.chain([first], lines):
-        table.writerow({name: spreadsheet_cell(value) for name, value in line.items()})
+        table.writerow({name: escape_spreadsheet_cell(value) for name, value in line.items()})
     return text.getvalue()
 
 

@@ -1,11 +1,11 @@
 """Options of a command line in the forms that training scripts take: --lr 0.1, --lr=0.1, -b64, optim.lr=0.1, SOLVER.LR 0.1."""
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tula_cli.spec.scripts.shell import Word
+from tula_cli.words import parse_number
 
 _YACS_KEY = re.compile(r"[A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)+|[A-Z]+_[A-Z_]+")
 _PAIR = re.compile(r"[A-Za-z_+~][\w.+/-]*=")
@@ -76,15 +76,7 @@ def _takes(flag: str, after: str) -> bool:
 
 
 def is_option(text: str) -> bool:
-    return text.startswith("-") and number(text) is None
-
-
-def number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+    return text.startswith("-") and parse_number(text) is None
 
 
 def filled(text: str) -> Word:

@@ -9,10 +9,10 @@ from typing import Any
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, refuse_unknown, training_command
 from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, per_node_words
-from tula_cli.spec.scripts.options import MAY_BE_BATCH, Option, filled_in, number, read_options
+from tula_cli.spec.scripts.options import MAY_BE_BATCH, Option, filled_in, read_options
 from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
 from tula_cli.spec.scripts.shell import Word
-from tula_cli.words import plural
+from tula_cli.words import parse_number, plural
 
 _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
 _SIZE = r"batch(?:_?size)?"
@@ -301,7 +301,7 @@ class _Reader:
         raise Unknown(message, hint, key=key, question=question, choices=("one", "all"))
 
     def number(self, name: str) -> float | None:
-        return number(self.values[name]) if name in self.values else None
+        return parse_number(self.values[name]) if name in self.values else None
 
     def section(self, command: str) -> dict[str, Any]:
         batch = self.number("batch")
@@ -360,7 +360,7 @@ def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
 
 def _fits(placeholder: str, text: str) -> bool:
     """Tell whether an option's value is of the kind that its placeholder is given."""
-    value = number(text)
+    value = parse_number(text)
     if placeholder in _COUNTS:
         return value is not None and value >= 1 and value == int(value)
     return (placeholder == "out" and bool(text)) or (value is not None and (value > 0 or placeholder != "lr"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tula_cli.services.reporting.document import Cell, Document, Figure, Table
 from tula_cli.services.reporting.forms.cells import head
-from tula_cli.words import spreadsheet_cell
+from tula_cli.words import escape_spreadsheet_cell
 
 
 def files(document: Document) -> dict[str, str]:
@@ -84,5 +84,5 @@ def _place(figure: Figure, x: float) -> Cell:
 
 def _text(rows: Iterable[Sequence[Cell]]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(map(spreadsheet_cell, row) for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(map(escape_spreadsheet_cell, row) for row in rows)
     return text.getvalue()

@@ -172,6 +172,25 @@ def test_wandb_has_what_was_sent_in_its_offline_folder(run: RunDir, tmp_path: Pa
     assert told["summary/actual/hours"] == "0.1" and told["state"] == '"finished"'
 
 
+def test_wandb_keeps_what_was_sent_twice_within_a_second(tmp_path: Path) -> None:
+    from tula_cli.services.exporting.exporter import Described, Point
+    from tula_cli.services.exporting.trackers.wandb_runs import exporter
+
+    described = Described("train-ab12cd34", "training", "toy", START)
+    for samples in (64, 128, 192):
+        tracker = exporter(uri=str(tmp_path), project="toy").open(described, known="abc", after=None, torn=False)
+        tracker.points([Point(samples, START, {"loss": 1.0})])
+        tracker.close("running", at=START)
+    steps = [
+        int(item.value_json)
+        for _, record in records(tmp_path)
+        if record.WhichOneof("record_type") == "history"
+        for item in record.history.item
+        if (item.key or "/".join(item.nested_key)) == "_step"
+    ]
+    assert steps == [64, 128, 192]
+
+
 def board(folder: Path) -> Callable[[str], list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

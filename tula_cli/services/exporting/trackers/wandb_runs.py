@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,13 @@ class WandbExporter:
             "x_disable_stats": True,
             **({"base_url": self.server} if self.server else {}),
         }
+        run_id = known or digest([run.group, run.key, run.started])
+        if self.folder is not None:
+            _await_unused_folder(self.folder / "wandb", run_id)
         with _told():
             begun = wandb.init(
                 project=self.project,
-                id=known or digest([run.group, run.key, run.started]),
+                id=run_id,
                 name=run.name,
                 group=run.group,
                 job_type=run.kind,
@@ -97,6 +101,12 @@ class WandbExporter:
 
 
 exporter = WandbExporter
+
+
+def _await_unused_folder(parent: Path, run_id: str) -> None:
+    """Wait until no folder has the name that W&B gives an offline run: the second and the id; older releases overwrite it."""
+    while (parent / f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}").exists():
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -93,3 +93,19 @@ def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job
     run.adopt(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), jobfile.origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
     known = run.job_file()
     assert known is not None and known.overrides == ("train.epochs=2", "optimizer.lr=0.3") and config_drift(run) is None
+
+
+def test_an_override_of_a_run_derives_the_defaults_that_follow_from_it(job: Path) -> None:
+    write(job, train={"method": "lrs", "reference_batch": 32}, schedule={"kind": "cosine"})
+    run = run_of(job)
+    assert run.spec().train.ramp_nodes == "same"
+    changed = jobfile.overridden(run, ["train.ramp=decay"])
+    assert changed.train.ramp_nodes == load_spec(job, overrides=["train.ramp=decay"]).train.ramp_nodes == "auto"
+    assert changed.schedule == run.spec().schedule
+    assert jobfile.overridden(run, ["train.ramp=decay", "train.ramp_nodes=same"]).train.ramp_nodes == "same"
+
+
+def test_an_override_retains_what_the_user_chose(job: Path) -> None:
+    write(job, train={"method": "ramp", "reference_batch": 32, "max_grad_norm": 5.0}, schedule={"kind": "cosine"})
+    changed = jobfile.overridden(run_of(job), ["train.ramp=decay"])
+    assert (changed.train.ramp_nodes, changed.train.max_grad_norm, changed.schedule.kind) == ("auto", 5, "cosine")

@@ -9,8 +9,8 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec
-from tula_cli.spec.merge import leaves
+from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.merge import leaves, merge_sources, override
 from tula_cli.spec.signature import signature
 
 
@@ -46,7 +46,7 @@ def overridden(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     known = run.spec()
     if not overrides:
         return known
-    changed = load_spec(run.path / "spec.yaml", overrides=overrides, environ={}, site_files=())
+    changed = _load_with_overrides(run.path / "spec.yaml", known, overrides)
     before, after = ({part.run.path for part in run.parts(spec)} for spec in (known, changed))
     if signature(changed) != signature(known) or (known.types and not before <= after):
         raise SpecError(
@@ -54,6 +54,19 @@ def overridden(run: RunDir, overrides: Sequence[str]) -> JobSpec:
             "make it a run of its own: tula profile job.yaml with the same --set",
         )
     return changed
+
+
+def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) -> JobSpec:
+    """Load a run's settings with overrides, so that `--set train.ramp=decay` means the same as in its job file.
+
+    The run's file writes out every default, and that of `train.ramp_nodes` follows from the ramp: it is derived anew.
+    """
+    content, _ = merge_sources(path, overrides=(), environ={}, site_files=())
+    default = "auto" if stored.train.ramp == "decay" else "same"
+    if content.get("train", {}).get("ramp_nodes") == default:
+        del content["train"]["ramp_nodes"]
+    override(content, overrides, {})
+    return validate(content, source=" --set ".join((str(path), *overrides)))
 
 
 def adopt(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | None) -> None:

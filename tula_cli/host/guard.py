@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tula_cli.host.processes import adopting, children_of
+import psutil
+
+from tula_cli.host.processes import adopting
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -49,13 +51,13 @@ def kill_descendants(patience: float = 10.0) -> None:
     Args:
         patience: seconds after which what the kernel cannot end (a process that waits for a dead file server) is left.
     """
-    deadline = time.monotonic() + patience
-    while (children := children_of(os.getpid())) and time.monotonic() < deadline:
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    this_process, deadline = psutil.Process(), time.monotonic() + patience
+    while (children := this_process.children()) and time.monotonic() < deadline:
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                child.kill()
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+                os.waitpid(child.pid, os.WNOHANG)
         time.sleep(0.005)
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tula_cli.host import devices
-from tula_cli.host.processes import PROC, carrying
 
 MARK = "TULA_STARTED_BY"
 """The variable by which everything that a supervisor starts is known again."""
@@ -48,7 +49,7 @@ def reap(own: str, *, spare: Collection[int] = ()) -> list[int]:
         own: the mark of this supervisor.
         spare: processes that are to live.
     """
-    kept = {os.getpid(), *spare, *_ancestors()}
+    kept = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
     found: set[int] = set()
     deadline = time.monotonic() + REAP_PATIENCE
     while alive := [pid for pid in _left(own) if pid not in kept]:
@@ -73,7 +74,7 @@ def _left(own: str) -> Iterator[int]:
 def _marked(own: str) -> dict[int, tuple[str, str]]:
     """Return this user's living processes that carry the mark of a run and a task: allocation and index of each."""
     found: dict[int, tuple[str, str]] = {}
-    for pid, value in carrying(MARK).items():
+    for pid, value in processes_with_variable(MARK).items():
         if value.count("|") < 3:
             continue
         *theirs, allocation, index = value.rsplit("|", 3)
@@ -82,15 +83,15 @@ def _marked(own: str) -> dict[int, tuple[str, str]]:
     return found
 
 
-def _ancestors() -> Iterator[int]:
-    pid = os.getppid()
-    while pid > 1:
-        yield pid
-        try:
-            stat = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return
-        pid = int(stat.rpartition(")")[2].split()[1])
+def processes_with_variable(variable: str) -> dict[int, str]:
+    """Return this user's living processes that were started with an environment variable, and its value in each."""
+    values = {}
+    for process in psutil.process_iter(["uids", "status", "environ"]):  # None: it may not be read
+        info = process.info
+        is_alive = info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        if is_alive and info["uids"] and info["uids"].real == os.getuid() and variable in (info["environ"] or {}):
+            values[process.pid] = info["environ"][variable]
+    return values
 
 
 @dataclass

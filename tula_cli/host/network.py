@@ -1,19 +1,16 @@
 """Under which address the other nodes reach this one, and over which interface. Asks the kernel; contacts nobody."""
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from tula_cli.errors import JobFailed
 
-# Of linux/sockios.h and linux/if.h.
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
-_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tun", "tap", "ifb")
 """What the names of interfaces begin with that lead to containers of this node, not to other nodes."""
 
@@ -125,8 +122,9 @@ def _ipv4_first(addresses: list[str]) -> list[str]:
 def _outside_addresses() -> Iterator[str]:
     """Yield the addresses of interfaces that lead outside, the default route's first."""
     known = [name for name in interfaces() if not name.startswith(_VIRTUAL)]
+    states = psutil.net_if_stats()
     for name in dict.fromkeys([*_default_routes(), *known]):
-        if _flags(name) & (_UP | _RUNNING | _LOOPBACK) == _UP | _RUNNING:
+        if name in states and states[name].isup and "loopback" not in states[name].flags.split(","):
             yield from _addresses(name)
 
 
@@ -139,26 +137,10 @@ def _default_routes() -> list[str]:
     return []
 
 
-def _flags(interface: str) -> int:
-    answer = _ask(interface, _SIOCGIFFLAGS)
-    return int(struct.unpack_from("=H", answer, 16)[0]) if answer else 0
-
-
 def _addresses(interface: str) -> Iterator[str]:
-    """Yield an interface's IPv4 address, then its IPv6 ones that lead beyond its link."""
-    if answer := _ask(interface, _SIOCGIFADDR):
-        yield socket.inet_ntoa(answer[20:24])
-    with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, *_, name = line.split()
-            address = ipaddress.ip_address(bytes.fromhex(digits))
-            if name == interface and not address.is_link_local:
-                yield str(address)
-
-
-def _ask(interface: str, question: int) -> bytes | None:
-    """Ask the kernel about an interface; None where it has no answer."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
-        return fcntl.ioctl(channel.fileno(), question, request)
-    return None
+    """Yield an interface's IPv4 addresses, then its IPv6 ones that lead beyond its link."""
+    entries = psutil.net_if_addrs().get(interface, [])
+    yield from (entry.address for entry in entries if entry.family == socket.AF_INET)
+    for entry in entries:
+        if entry.family == socket.AF_INET6 and "%" not in entry.address:  # "%": of one link
+            yield str(ipaddress.ip_address(entry.address))

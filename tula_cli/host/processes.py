@@ -128,17 +128,6 @@ def _collect(pipe: IO[bytes], into: bytearray) -> None:
                 del into[:-MAX_OUTPUT]
 
 
-def children_of(parent: int) -> list[int]:
-    """Return the processes whose parent a process is, zombies too."""
-    children = []
-    for process in (entry for entry in PROC.iterdir() if entry.name.isdigit()):
-        with contextlib.suppress(OSError):  # it has ended
-            fields = (process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                children.append(int(process.name))
-    return children
-
-
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Be the parent of those descendants that lose theirs meanwhile.
@@ -211,19 +200,3 @@ def inner_id(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
-
-
-def carrying(variable: str) -> dict[int, str]:
-    """Return this user's living processes that were started with an environment variable, and its value in each."""
-    found = {}
-    for process in (entry for entry in PROC.iterdir() if entry.name.isdigit()):
-        try:
-            if process.stat().st_uid != os.getuid():
-                continue
-            given = os.fsdecode((process / "environ").read_bytes()).split("\0")
-        except OSError:  # it has ended, or is not to be looked into
-            continue
-        value = next((text.partition("=")[2] for text in given if text.startswith(f"{variable}=")), None)
-        if value is not None and started(int(process.name)) is not None:
-            found[int(process.name)] = value
-    return found

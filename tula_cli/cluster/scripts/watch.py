@@ -18,9 +18,10 @@ from tula_cli.cluster.scripts.put_aside import put_aside
 from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import own
+from tula_cli.host.leftovers import processes_with_variable
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify, telling_line
-from tula_cli.host.processes import carrying, inner_id
+from tula_cli.host.processes import inner_id
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import Measured
@@ -181,7 +182,11 @@ class ScriptWatch:
         """Return the processes of these ranks: those of this attempt whose own id is that of a heart."""
         hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None}
         plan = str(self.attempt.plan_path)
-        return [pid for pid, value in carrying("TULA_PLAN").items() if value == plan and inner_id(pid) in hearts]
+        return [
+            pid
+            for pid, value in processes_with_variable("TULA_PLAN").items()
+            if value == plan and inner_id(pid) in hearts
+        ]
 
     def saved(self, *, since: float) -> bool:
         """Return whether there is a checkpoint that was begun and ended since (Unix time), and is not being written."""

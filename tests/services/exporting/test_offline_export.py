@@ -15,10 +15,6 @@ from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
 from tula_cli.show.screen import Screen
 
-not_yet = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the code of trackers is rewritten later (issue 32, row D9)"
-)
-
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -42,7 +38,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         }
 
 
-@not_yet
 @pytest.mark.parametrize("name", ["default", "folder", "again"])
 def test_nothing_is_reported_as_sent_while_wandb_is_offline(answers: dict[str, Any], name: str) -> None:
     text = answers[name]
@@ -50,12 +45,10 @@ def test_nothing_is_reported_as_sent_while_wandb_is_offline(answers: dict[str, A
     assert re.findall(r"(?<!not )(?<!nothing )\bsent\b|there by now", text) == []
 
 
-@not_yet
 def test_json_has_that_wandb_was_offline(answers: dict[str, Any]) -> None:
     assert [row.get("offline") for row in answers["json"]] == [True]
 
 
-@not_yet
 def test_python_has_that_wandb_was_offline(answers: dict[str, Any]) -> None:
     assert [getattr(one, "offline", None) for one in answers["python"]] == [True]
 

@@ -52,6 +52,11 @@ class Destination:
         return self.to in TRACKERS and "://" not in path and path.startswith("/") and not Path(path).exists()
 
     @property
+    def offline(self) -> bool:
+        """Whether what is written there waits for the user to upload it: W&B without an address."""
+        return self.to == "wandb" and "://" not in self.uri
+
+    @property
     def words(self) -> str:
         return f"{self.to} at {self.uri}"
 

@@ -37,6 +37,7 @@ class Exported:
     new_points: int
     files: int  # sent in this call
     problem: str = ""  # why it was given up; empty where all was sent
+    offline: bool = False  # the counts are of a folder that `wandb sync` uploads: W&B has nothing of them yet
 
 
 @dataclass
@@ -71,7 +72,17 @@ class _Target:
     def exported(self) -> Exported:
         runs = sum(len(session.runs) for session in self.sessions)
         place, found = self.place, self.counted
-        return Exported(place.to, place.uri, place.project, runs, found.runs, found.points, found.files, self.problem)
+        return Exported(
+            to=place.to,
+            uri=place.uri,
+            project=place.project,
+            runs=runs,
+            new_runs=found.runs,
+            new_points=found.points,
+            files=found.files,
+            problem=self.problem,
+            offline=place.offline,
+        )
 
 
 def require_sent(found: Iterable[Exported]) -> None:
@@ -212,7 +223,10 @@ def _closed(targets: Sequence[_Target]) -> Iterator[Event]:
 
 
 def _words(targets: Sequence[_Target]) -> str:
-    return "; ".join(f"{words.plural(one.counted.points, 'point')} sent to {one.place.to}" for one in targets)
+    return "; ".join(
+        f"{words.plural(target.counted.points, 'point')} {'written for' if target.place.offline else 'sent to'} {target.place.to}"
+        for target in targets
+    )
 
 
 def _target(

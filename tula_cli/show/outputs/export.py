@@ -1,4 +1,4 @@
-"""What `tula export` has sent, and where to look at it."""
+"""Lines on what `tula export` has sent or written, and where to look at it."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -12,13 +12,18 @@ if TYPE_CHECKING:
 def exported(found: "Sequence[Exported]") -> "Iterator[str]":
     """A line or two a tracker."""
     for one in found:
-        sent = [
+        new = [
             plural(count, noun)
             for count, noun in ((one.new_runs, "run"), (one.new_points, "point"), (one.files, "file"))
             if count
         ]
-        failed = "; not all, for it did not answer" if one.problem else ""
-        yield f"{one.to}: sent {', '.join(sent) or 'nothing new'}; {plural(one.runs, 'run')} there by now{failed}"
+        news = ", ".join(new) or "nothing new"
+        if one.offline:
+            failed = "; not all could be written" if one.problem else ""
+            yield f"{one.to} (offline): wrote {news}; {plural(one.runs, 'run')} in the folder{failed}; not sent until you run"
+        else:
+            failed = "; not all, for it did not answer" if one.problem else ""
+            yield f"{one.to}: sent {news}; {plural(one.runs, 'run')} there by now{failed}"
         yield f"  {_look_at(one)}"
 
 
@@ -26,7 +31,7 @@ def _look_at(one: "Exported") -> str:
     """Return how to look at what a tracker has."""
     if one.to == "tensorboard":
         return f"tensorboard --logdir {one.uri}"
-    if one.to == "wandb" and "://" not in one.uri:
+    if one.offline:
         return f"wandb sync {one.uri}/wandb/offline-run-*   (project {one.project})"
     if one.to == "mlflow" and one.uri.startswith("sqlite:"):
         return f"mlflow ui --backend-store-uri {one.uri}   (experiment {one.project})"

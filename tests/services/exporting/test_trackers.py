@@ -94,22 +94,31 @@ def test_mlflow_has_what_was_sent_in_a_database(run: RunDir, tmp_path: Path, mon
     )
 
 
-@pytest.mark.proof
-def test_mlflow_has_the_files_of_a_copied_run_in_the_copy(run: RunDir, tmp_path: Path) -> None:
-    """Its tables take MLflow some seconds to make."""
-    from mlflow.tracking import MlflowClient
+def refuses_the_store_of_a_copied_run(run: RunDir, tmp_path: Path, store: str, name: str) -> None:
+    """Send, copy, send the copy: its store is refused and the first run has no file more; without it all is sent."""
+    send(run, "mlflow", f"{store}{run.path / 'exports' / name}")
+    copy = RunDir(shutil.copytree(run.path, tmp_path / "else where" / run.id))
+    copy.write_text("recommended.yaml", "c: d\n")
+    place = copy.path / "exports" / name
+    refused = send(copy, "mlflow", f"{store}{place}")
+    assert "was moved or copied" in refused.problem and run.path.as_uri() in refused.problem
+    assert not [*run.path.rglob("recommended.yaml")] and not [*copy.path.glob("exports/**/recommended.yaml")]
+    ignored = shutil.ignore_patterns("mlruns", "mlflow.db")
+    cleared = RunDir(shutil.copytree(copy.path, tmp_path / "cleared" / run.id, ignore=ignored))
+    again = send(cleared, "mlflow", f"{store}{cleared.path / 'exports' / name}")
+    assert (again.new_runs, again.problem) == (3, "")
+    assert not [*run.path.rglob("exports/**/recommended.yaml")]
+    assert len([*cleared.path.glob("exports/**/recommended.yaml")]) == 1
 
-    send(run, "mlflow")
-    copy = RunDir(shutil.copytree(run.path, tmp_path / "elsewhere" / run.id))
-    copy.write_text("results.csv", "c,d\n")
-    found = send(copy, "mlflow")
-    assert (found.new_runs, found.problem) == (0, "")
-    for one, text in ((run, "a,b\n"), (copy, "c,d\n")):
-        client = MlflowClient(tracking_uri=f"sqlite:///{one.path / 'exports' / 'mlflow.db'}")
-        whole = client.search_runs(["1"], "tags.`tula.key` = 'run'")[0].info
-        assert "results.csv" in [file.path for file in client.list_artifacts(whole.run_id)]
-        assert (one.path / f"exports/mlartifacts/toy/{whole.run_id}/artifacts/results.csv").read_text() == text
-        assert whole.artifact_uri.startswith((one.path / "exports").as_uri())
+
+def test_a_folder_of_mlflow_in_a_copied_run_is_refused(run: RunDir, tmp_path: Path) -> None:
+    refuses_the_store_of_a_copied_run(run, tmp_path, "file://", "mlruns")
+
+
+@pytest.mark.proof
+def test_a_database_of_mlflow_in_a_copied_run_is_refused(run: RunDir, tmp_path: Path) -> None:
+    """Its tables take MLflow some seconds to make."""
+    refuses_the_store_of_a_copied_run(run, tmp_path, "sqlite:///", "mlflow.db")
 
 
 @pytest.mark.proof
@@ -121,8 +130,8 @@ def test_a_server_that_is_down_is_told_and_caught_up_with(run: RunDir, tmp_path:
 
 
 def test_mlflow_looks_what_it_has_where_the_sender_was_killed(tmp_path: Path) -> None:
+    from tula_cli.extras.trackers.mlflow import exporter
     from tula_cli.services.exporting.exporter import Described, Point
-    from tula_cli.services.exporting.trackers.mlflow_runs import exporter
 
     points = [Point(samples, START, {"loss": 1.0}) for samples in (64, 128, 192)]
     tracker, described = exporter(uri=f"file://{tmp_path}", project="toy"), Described("run", "run", "toy", START)
@@ -173,8 +182,8 @@ def test_wandb_has_what_was_sent_in_its_offline_folder(run: RunDir, tmp_path: Pa
 
 
 def test_wandb_keeps_what_was_sent_twice_within_a_second(tmp_path: Path) -> None:
+    from tula_cli.extras.trackers.wandb import exporter
     from tula_cli.services.exporting.exporter import Described, Point
-    from tula_cli.services.exporting.trackers.wandb_runs import exporter
 
     described = Described("train-ab12cd34", "training", "toy", START)
     for samples in (64, 128, 192):
@@ -239,7 +248,7 @@ def test_a_package_that_is_missing_is_told_with_what_to_do(run: RunDir, monkeypa
     from tula_cli.services.exporting.destination import Destination
 
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    monkeypatch.delitem(__import__("sys").modules, "tula_cli.services.exporting.trackers.wandb_runs", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "tula_cli.extras.trackers.wandb", raising=False)
     with pytest.raises(TrackerError, match="there is no package wandb") as told:
         Destination("wandb", "/tmp", "toy").exporter()
     assert "tula-cli[trackers]" in told.value.hint
@@ -251,6 +260,6 @@ def test_a_package_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: 
     (tmp_path / "wandb.py").write_text("raise ImportError('built for another numpy')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-    monkeypatch.delitem(__import__("sys").modules, "tula_cli.services.exporting.trackers.wandb_runs", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "tula_cli.extras.trackers.wandb", raising=False)
     with pytest.raises(TrackerError, match="wandb: its package cannot be imported: built for another numpy"):
         Destination("wandb", "/tmp", "toy").exporter()

@@ -13,17 +13,13 @@ from tula_cli.errors import SpecError, TrackerError
 from tula_cli.plugins import load
 from tula_cli.services.exporting.exporter import Exporter
 from tula_cli.services.exporting.sent import digest
-from tula_cli.services.exporting.trackers import mlflow_moved
 from tula_cli.spec.parts.of_export import TRACKERS, without_password
 
 FOLDER = "exports"
 """Of a run: what was sent to trackers, and the files of those that need no server."""
-_HERE = "tula_cli.services.exporting.trackers"
-_BUILTINS = {
-    "mlflow": f"{_HERE}.mlflow_runs:exporter",
-    "wandb": f"{_HERE}.wandb_runs:exporter",
-    "tensorboard": f"{_HERE}.tensorboard_runs:exporter",
-}
+_EXTRAS = "tula_cli.extras.trackers"
+_BUILTINS = {name: f"{_EXTRAS}.{name}:exporter" for name in ("mlflow", "wandb", "tensorboard")}
+"""The only place that names the optional package: all else knows `Exporter`."""
 _PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}
 
 
@@ -84,14 +80,7 @@ class Destination:
             ) from error
         except ImportError as error:  # it is there, and what it needs is of another version
             raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
-        if (store := self._own_store()) is not None:
-            mlflow_moved.bring_along(store, Path(self.home).parent)
         return called(make, self)
-
-    def _own_store(self) -> Path | None:
-        """Return MLflow's database or folder in the run, if that is the place: none elsewhere is changed but by MLflow."""
-        path = Path(self.uri.removeprefix("sqlite:///").removeprefix("file://"))
-        return path if self.to == "mlflow" and self.home and path.is_relative_to(self.home) else None
 
 
 def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:

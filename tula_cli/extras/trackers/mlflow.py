@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tula_cli.errors import TrackerError
 from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
-from tula_cli.services.exporting.trackers.mlflow_moved import FILES
 
 # A tool that only writes has nothing to tell of its use; and a server that is down is tried again by the next look.
 for _name, _value in (
@@ -30,6 +29,8 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient  # noqa: E402
 
 T = TypeVar("T")
+FILES = "mlartifacts"
+"""The folder of files beside a database on this machine, or in a folder that is a store."""
 _METRICS, _OTHERS = 1000, 100
 """Of one call, at most."""
 _LONGEST = 500
@@ -125,6 +126,8 @@ class MlflowExporter:
             # A local store would put files below the folder that the command happens to run in.
             place = None if local is None else (local / FILES / _key(project)).as_uri()
             self.experiment = found.experiment_id if found else self.client.create_experiment(project, place)
+        if found and place is not None:
+            _require_unmoved(uri, before=found.artifact_location, now=place)
 
     def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> MlflowRun:
         if known is not None:
@@ -155,6 +158,30 @@ def _told() -> Iterator[None]:
             f"mlflow: there is no package {error.name}, which a database as its store needs",
             "pip install 'tula-cli[trackers]'",
         ) from error
+
+
+def _require_unmoved(uri: str, *, before: str, now: str) -> None:
+    """Refuse a store in a run that was moved or copied: MLflow would go on to keep files where the run was.
+
+    Args:
+        uri: of the store.
+        before: the folder of files that the store names.
+        now: the folder of files beside the store.
+
+    Raises:
+        TrackerError: the store was moved.
+    """
+    inside = f"/exports/{now.rpartition('/exports/')[2]}"
+    is_elsewhere = before.startswith("file://") and before.endswith(inside) and "/exports/" in now
+    if is_elsewhere and _path_of(before).resolve() != _path_of(now).resolve():
+        raise TrackerError(
+            f"mlflow: the run was moved or copied, and its store {uri} still names {before} for files",
+            "remove this store: then all is sent again to a new one; or name another place with --uri",
+        )
+
+
+def _path_of(uri: str) -> Path:
+    return Path(unquote(urlsplit(uri).path))
 
 
 def _first(text: str) -> str:

@@ -15,7 +15,7 @@ from tula_cli.services.reporting.forms.site_values import site_values
 from tula_cli.services.reporting.material import Material, gather
 from tula_cli.services.reporting.sections import (
     chosen,
-    foreseen,
+    cross_validation,
     gradients_logged,
     measured_steps,
     memory_curve,
@@ -56,7 +56,7 @@ def document_of(seen: Material) -> Document:
         measured_steps.measured_section(seen),
         measured_steps.parts_section(seen),
         memory_curve.section(seen),
-        foreseen.section(seen),
+        cross_validation.section(seen),
         same_progress.section(seen),
         training_outcome.section(seen),
         gradients_logged.section(seen),

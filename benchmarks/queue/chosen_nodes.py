@@ -9,14 +9,23 @@ from easy_backfilling import Cluster
 from lublin_feitelson import ModelJob
 from workload_format import LoggedJob
 
-from tula_cli.models.queue.result_time import Ask, chain_links, links_wait
 from tula_cli.models.queue.size_classes import PastWait, WaitBound, wait_bound
+from tula_cli.services.recommendation.beyond.wall_times import chain_links
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 MINUTES = (60, 240, 720, 1440)
 NODE_HOURS = (4.0, 200.0)  # of the training on one node, log-uniform
 SERIAL = (0.002, 0.05)  # share of it that more nodes do not speed up, log-uniform
 NEAR = 0.1
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a chain of jobs asks the queue for: nodes and time limit of each of its links."""
+
+    nodes: int
+    minutes: float
+    links: int  # that a training needs
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,19 @@ RULES: dict[str, Rule | None] = {
     "estimate, then median": lambda bound, told: _middle(bound) if told is None else told,
     "estimate, then bound": lambda bound, told: _bound(bound) if told is None else told,
 }
+
+
+def links_wait(ask: Ask, first: float, later: float) -> float:
+    """Return the seconds that all links wait together: a bound where those of the links are bounds.
+
+    It holds the more surely the more links there are, for they are not all long at once.
+
+    Args:
+        ask: the chain.
+        first: of the first link, to which the scheduler's own estimate may have been added.
+        later: of each other one.
+    """
+    return first + (ask.links - 1) * later
 
 
 def _bound(bound: WaitBound | None) -> float:

@@ -1,7 +1,7 @@
 import statistics
 
 import pytest
-from chosen_nodes import choices
+from chosen_nodes import Ask, choices, links_wait
 from easy_backfilling import Cluster
 from lublin_feitelson import ModelJob, day_weights, model_jobs
 from queue_bounds import replay, scheduled
@@ -60,3 +60,8 @@ def test_what_is_chosen_is_never_better_than_the_best_in_hindsight() -> None:
     jobs = model_jobs(300, nodes=64, load=0.7, seed=5)
     for row in choices(64, jobs, scheduled(64, jobs), count=3, seed=0):
         assert row.trainings == 3 and row.mean_regret >= 0 and row.nodes_near >= row.near
+
+
+def test_every_link_waits() -> None:
+    assert links_wait(Ask(4, 60, 3), 100.0, 40.0) == 180.0
+    assert links_wait(Ask(4, 60, 1), 100.0, 40.0) == 100.0

@@ -1,6 +1,5 @@
 """The time to a result: waits and runs of all links of a chain of jobs, each with the time limit that makes it least."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,15 +12,6 @@ LIMITS = (60, 240, 720, 1440, 2880)
 """Time limits (minutes) that are tried below the job's own: each is the end of a class of waits."""
 MOST_LINKS = 40
 """Of a chain that is planned: tula submits half as many again."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a chain of jobs asks the queue for: nodes and time limit of each of its links."""
-
-    nodes: int
-    minutes: float
-    links: int  # that a training needs
 
 
 @dataclass(frozen=True)
@@ -42,33 +32,6 @@ def limits_to_try(minutes: int, *, restart: float) -> list[int]:
         restart: minutes that a job spends on coming to where the one before it ended; a limit has to be well above it.
     """
     return [limit for limit in LIMITS if limit < minutes and limit >= 4 * restart] + [minutes]
-
-
-def chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> int:
-    """Return how many jobs of a time limit a training takes.
-
-    Args:
-        minutes: of the training.
-        limit: of a job, minutes.
-        restart: minutes that each job after the first spends on coming to where the one before it ended.
-    """
-    if minutes <= limit:
-        return 1
-    assert restart < limit, "a job that only restarts never comes to an end"
-    return 1 + math.ceil((minutes - limit) / (limit - restart) - 1e-9)
-
-
-def links_wait(ask: Ask, first: float, later: float) -> float:
-    """Return the seconds that all links wait together: a bound where those of the links are bounds.
-
-    It holds the more surely the more links there are, for they are not all long at once.
-
-    Args:
-        ask: the chain.
-        first: of the first link, to which the scheduler's own estimate may have been added.
-        later: of each other one.
-    """
-    return first + (ask.links - 1) * later
 
 
 def result_columns(

@@ -11,6 +11,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.services import profile, train
 from tula_cli.services.check import check
 from tula_cli.services.recommend import recommend
+from tula_cli.services.recommendation.beyond.wall_times import chain_links
 from tula_cli.spec.slurm_options import Slurm
 
 NOW = 1_700_000_000.0
@@ -103,3 +104,11 @@ def test_searched_nodes_beyond_the_bins_are_left_out_and_said():
         "the site lets no job have as many nodes as search.nodes asks for: [4], and at most 2" in t
         for t in none.problems
     )
+
+
+@pytest.mark.parametrize(
+    ("minutes", "limit", "restart", "links"),
+    [(60, 60, 0, 1), (61, 60, 0, 2), (180, 60, 0, 3), (180, 60, 20, 4), (59, 60, 5, 1)],
+)
+def test_links_that_a_training_takes(minutes: float, limit: float, restart: float, links: int) -> None:
+    assert chain_links(minutes, limit, restart=restart) == links

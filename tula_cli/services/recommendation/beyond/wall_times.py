@@ -1,5 +1,6 @@
 """The site's bins of wall time (`cluster.slurm.limits`): which trainings they allow, and in how many jobs."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,6 @@ from tula_cli.cluster.scheduling.chains import MOST_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
 from tula_cli.models.choice.columns import Flags, Floats
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.queue.result_time import chain_links
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.profiling.allowed_nodes import bins_of
@@ -67,6 +67,20 @@ def within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offer
         f" fastest takes {duration(3600 * fastest.hours)} on {plural(fastest.nodes)}, and a training has at most {LINKS} jobs",
         "search numbers of nodes with longer bins, or train fewer epochs",
     )
+
+
+def chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> int:
+    """Return how many jobs of a time limit a training takes.
+
+    Args:
+        minutes: of the training.
+        limit: of a job, minutes.
+        restart: minutes that each job after the first spends on coming to where the one before it ended.
+    """
+    if minutes <= limit:
+        return 1
+    assert restart < limit, "a job that only restarts never comes to an end"
+    return 1 + math.ceil((minutes - limit) / (limit - restart) - 1e-9)
 
 
 def chain_words(choice: Prediction, measurements: TypeMeasurements) -> str:

@@ -64,9 +64,9 @@ class FakeTracker:
             raise TrackerError("the tracker is down", "wait")
         self.uri, self.project = uri, project
 
-    def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> FakeRun:
+    def open(self, run: Described, *, known: str | None, after: int | None) -> FakeRun:
         there = PLACES[self.uri]
         assert (known is None) == (run.key not in there), "a run is begun once"
         found = there.setdefault(run.key, FakeRun(f"id-{len(there)}", run, rewinds=self.uri.startswith("rewinds")))
-        found.opened.append({"known": known, "after": after, "torn": torn})
+        found.opened.append({"known": known, "after": after})
         return found

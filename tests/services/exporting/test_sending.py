@@ -265,7 +265,7 @@ def test_a_process_that_was_killed_while_it_sent_is_gone_on_from(
         point for point in sent if point.samples <= 0
     ]  # as a tracker does that looks what it has
     send(run, place)
-    assert PLACES[place][KEY].opened[-1] == {"known": PLACES[place][KEY].id, "after": 0, "torn": True}
+    assert PLACES[place][KEY].opened[-1] == {"known": PLACES[place][KEY].id, "after": 0}
     assert curve(place, "train/loss") == {640: 2.1, 1280: 1.9, 1920: 1.7}
 
 

@@ -135,9 +135,9 @@ def test_mlflow_looks_what_it_has_where_the_sender_was_killed(tmp_path: Path) ->
 
     points = [Point(samples, START, {"loss": 1.0}) for samples in (64, 128, 192)]
     tracker, described = exporter(uri=f"file://{tmp_path}", project="toy"), Described("run", "run", "toy", START)
-    first = tracker.open(described, known=None, after=None, torn=False)
+    first = tracker.open(described, known=None, after=None)
     first.points(points[:2])
-    again = tracker.open(described, known=first.id, after=64, torn=True)
+    again = tracker.open(described, known=first.id, after=64)
     again.points(points[1:])
     assert [one.step for one in tracker.client.get_metric_history(first.id, "loss")] == [64, 128, 192]
 
@@ -187,7 +187,7 @@ def test_wandb_keeps_what_was_sent_twice_within_a_second(tmp_path: Path) -> None
 
     described = Described("train-ab12cd34", "training", "toy", START)
     for samples in (64, 128, 192):
-        tracker = exporter(uri=str(tmp_path), project="toy").open(described, known="abc", after=None, torn=False)
+        tracker = exporter(uri=str(tmp_path), project="toy").open(described, known="abc", after=None)
         tracker.points([Point(samples, START, {"loss": 1.0})])
         tracker.close("running", at=START)
     steps = [

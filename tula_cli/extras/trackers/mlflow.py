@@ -41,26 +41,29 @@ _STATES = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "ki
 class MlflowRun:
     """A run of MLflow. What was logged stays there: points that are trained again are not sent again."""
 
-    def __init__(self, client: MlflowClient, run_id: str, *, after: int | None, torn: bool) -> None:
+    def __init__(self, client: MlflowClient, run_id: str, *, new: bool) -> None:
         self.client, self._id = client, run_id
-        self.given: dict[str, str] = {}  # parameters: they cannot be changed
-        self.there: dict[
-            str, int
-        ] = {}  # newest step of each metric, where it may be more than what is known to be sent
+        self.newest: dict[str, int] = {}  # step of each metric that MLflow was asked for
         with _told():
             found = client.get_run(run_id)
-            self.place: str = found.info.artifact_uri
-            self.given = dict(found.data.params)
-            if torn:
-                self.there = {name: self._newest_step(name) for name in found.data.metrics}
-        self.after = after
+        self.place: str = found.info.artifact_uri
+        self.given = dict(found.data.params)  # parameters cannot be changed
+        self.before: frozenset[str] = frozenset(
+            () if new else found.data.metrics
+        )  # metrics that may hold more than is known to be sent
 
     @property
     def id(self) -> str:
         return self._id
 
     def _newest_step(self, metric: str) -> int:
-        return max((one.step for one in self.client.get_metric_history(self._id, metric)), default=-1)
+        """Return the newest step that was there when the run was opened; -1 where there was none."""
+        if metric not in self.before:
+            return -1
+        if metric not in self.newest:
+            history = self.client.get_metric_history(self._id, metric)
+            self.newest[metric] = max((point.step for point in history), default=-1)
+        return self.newest[metric]
 
     def params(self, values: Mapping[str, Scalar]) -> None:
         words = {_key(name): _words(value) for name, value in values.items()}
@@ -81,7 +84,7 @@ class MlflowRun:
             Metric(_key(name), value, round(1000 * point.time), point.samples)
             for point in points
             for name, value in point.values.items()
-            if point.samples > self.there.get(_key(name), -1)
+            if point.samples > self._newest_step(_key(name))
         )
         with _told():
             for some in _chunks(metrics, _METRICS):
@@ -129,16 +132,17 @@ class MlflowExporter:
         if found and place is not None:
             _require_unmoved(uri, before=found.artifact_location, now=place)
 
-    def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> MlflowRun:
+    def open(self, run: Described, *, known: str | None, after: int | None) -> MlflowRun:
+        del after  # MLflow is asked for the newest step of each metric
         if known is not None:
-            return MlflowRun(self.client, known, after=after, torn=torn)
+            return MlflowRun(self.client, known, new=False)
         tags = {"tula.run": run.group, "tula.kind": run.kind, "tula.key": run.key}
         if run.parent is not None:
             tags["mlflow.parentRunId"] = run.parent
         with _told():
             began = round(1000 * run.started)
             made = self.client.create_run(self.experiment, start_time=began, tags=tags, run_name=run.name)
-        return MlflowRun(self.client, made.info.run_id, after=None, torn=False)
+        return MlflowRun(self.client, made.info.run_id, new=True)
 
 
 exporter = MlflowExporter

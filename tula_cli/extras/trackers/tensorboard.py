@@ -111,8 +111,8 @@ class BoardExporter:
         del project  # a folder has none
         self.folder = Path(uri)
 
-    def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> BoardRun:
-        del torn  # the mark of a restart takes away what was written beyond `after`
+    def open(self, run: Described, *, known: str | None, after: int | None) -> BoardRun:
+        # the mark of a restart takes away what was written beyond `after`
         return BoardRun(self.folder / run.group / run.key, run, known=known, after=after)
 
 

@@ -70,8 +70,8 @@ class WandbExporter:
             with _told():
                 self.folder.mkdir(parents=True, exist_ok=True)
 
-    def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> WandbRun:
-        del after, torn  # the steps tell the server what it has
+    def open(self, run: Described, *, known: str | None, after: int | None) -> WandbRun:
+        del after  # the steps tell the server what it has
         settings: dict[str, Any] = {
             "console": "off",
             "silent": True,

@@ -84,14 +84,14 @@ class TrackedRun(Protocol):
 class Exporter(Protocol):
     """A tracker."""
 
-    def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> TrackedRun:
+    def open(self, run: Described, *, known: str | None, after: int | None) -> TrackedRun:
         """Begin a run, or open one again.
 
         Args:
             run: which.
             known: the tracker's id of it, where it was begun before.
-            after: samples up to which its points were sent; None where none were.
-            torn: the process that sent last was ended while it sent: points beyond `after` may be there already.
+            after: samples up to which its points were sent; None where none were. Some beyond that may be there already, of a process
+                that was killed while it sent.
 
         Raises:
             TrackerError: the tracker does not answer, or refuses.

@@ -58,7 +58,6 @@ class Session:
     _open: dict[str, TrackedRun] = field(default_factory=dict)
     _sent: Sent = field(init=False)
     _ended: dict[str, tuple[State, float]] = field(default_factory=dict)
-    _torn: str = ""
     _lock: SubmissionLock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +95,6 @@ class Session:
         try:
             if not owner:
                 self._sent = self._read()
-                self._torn = self._sent.sending
             yield owner
         finally:
             if not owner:
@@ -142,7 +140,7 @@ class Session:
                 found += self._settle(told)
                 self._close_ended()
         self._close_ended()
-        if self._sent.problem or self._sent.sending:
+        if self._sent.problem:
             self._keep(problem="")
         return found
 
@@ -164,7 +162,6 @@ class Session:
                 told.run,
                 known=None if known is None else known.id,
                 after=None if newest < 0 else newest,
-                torn=self._torn == key,
             )
             if known is None:
                 self._keep(key, SentRun(id=self._open[key].id))
@@ -204,42 +201,28 @@ class Session:
         key, files = told.run.key, look.training(task.signature)
         known, whole = self._sent.runs.get(key) or SentRun(id=""), told.state != "running"
         self._ended[key] = (told.state, told.ended)
-        rows = state.new_rows(files.metrics_path, known, whole=whole)
-        if rows.offset == known.offset and rows.last == known.last:
+        rows = state.rows_to_send(files.metrics_path, whole=whole)
+        starts = {float(row["time"]): int(row["samples"]) for row in rows if row["kind"] == "start"}
+        went_back = min((samples for at, samples in starts.items() if at not in known.starts), default=known.samples)
+        points = [item for item in points_of(rows, batch=task.batch) if isinstance(item, Point)]
+        if went_back >= known.samples and not any(point.samples > known.samples for point in points):
             return Counted()
-        run, newest, points = self._opened(told), known.samples, list[Point]()
-        for row in rows.rows:
+        run, newest = self._opened(told), known.samples
+        for row in rows:
             if row["kind"] == "environment":
                 run.params(environment_in(row))
-        count = 0
-        for item in points_of(rows.rows, batch=task.batch):
-            if isinstance(item, Point):
-                if item.samples > newest:
-                    points.append(item)
-            elif (
-                item < newest
-            ):  # trained again from here: of a tracker that keeps what it has, only what goes beyond that
-                count += self._send(key, run, points)
-                newest = max([newest, *(point.samples for point in points)])
-                points = []
-                newest = item if run.rewind(item) else newest
-        points = with_steps(points, files.steps(), after=newest)  # read after the rows, which come after the steps
-        count += self._send(key, run, points)
-        newest = max([newest, *(point.samples for point in points)])
-        update = {"offset": rows.offset, "last": rows.last, "starts": rows.starts, "samples": newest}
-        self._keep(key, self._sent.runs[key].model_copy(update=update), sending="")
-        return Counted(points=count)
-
-    def _send(self, key: str, run: TrackedRun, points: Sequence[Point]) -> int:
-        if points and self._sent.sending != key:
-            self._keep(sending=key)
+        if went_back < newest and run.rewind(went_back):
+            newest = went_back
+        # a tracker that keeps what it has is sent what goes beyond that; steps are read after the rows, which come after them
+        points = with_steps([point for point in points if point.samples > newest], files.steps(), after=newest)
+        update = {"starts": tuple(sorted({*known.starts, *starts})), "samples": newest}
+        self._keep(key, self._sent.runs[key].model_copy(update=update))
         for begin in range(0, len(points), _AT_ONCE):
             some = points[begin : begin + _AT_ONCE]
             run.points(some)
-            if begin + _AT_ONCE < len(points):  # what follows the last ones writes it down
-                self._keep(key, self._sent.runs[key].model_copy(update={"samples": some[-1].samples}))
+            self._keep(key, self._sent.runs[key].model_copy(update={"samples": some[-1].samples}))
             self._lock.heartbeat()
-        return len(points)
+        return Counted(points=len(points))
 
     def _keep(self, key: str = "", known: SentRun | None = None, **update: str) -> None:
         """Write down what was sent."""

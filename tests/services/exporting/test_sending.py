@@ -269,6 +269,19 @@ def test_a_process_that_was_killed_while_it_sent_is_gone_on_from(
     assert curve(place, "train/loss") == {640: 2.1, 1280: 1.9, 1920: 1.7}
 
 
+def test_a_record_of_an_older_version_is_gone_on_from(run: RunDir, place: str) -> None:
+    """It counted bytes of metrics.jsonl, and named the run whose points were on their way."""
+    trained(run, metrics())
+    send(run, place)
+    (record,) = (run.path / "exports").glob("*.json")
+    known = json.loads(record.read_text())
+    known["runs"][KEY] |= {"offset": 4711, "last": "0123456789abcdef"}
+    record.write_text(json.dumps({**known, "sending": KEY}))
+    write(run, [*metrics(), {**metrics()[-1], "samples": 2560, "loss": 1.5}])
+    assert send(run, place)[0][0].new_points == 1
+    assert [point.samples for point in PLACES[place][KEY].curve] == [0, 640, 1280, 1920, 2560]
+
+
 def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, place: str) -> None:
     trained(run, metrics())
     DOWN.add(place)

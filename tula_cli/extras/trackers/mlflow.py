@@ -48,9 +48,8 @@ class MlflowRun:
             found = client.get_run(run_id)
         self.place: str = found.info.artifact_uri
         self.given = dict(found.data.params)  # parameters cannot be changed
-        self.before: frozenset[str] = frozenset(
-            () if new else found.data.metrics
-        )  # metrics that may hold more than is known to be sent
+        # metrics that may hold more than is known to be sent
+        self.before: frozenset[str] = frozenset(() if new else found.data.metrics)
 
     @property
     def id(self) -> str:

@@ -19,7 +19,7 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 from tula_cli import errors
 from tula_cli.cli import options
 from tula_cli.cli.app import READER_IS_GONE, app
-from tula_cli.cluster.stopping.repeated import AT_ONCE
+from tula_cli.cluster.stopping.repeated import MAX_SECONDS
 from tula_cli.errors import TulaError
 from tula_cli.host.failure_kinds import FAILURE_KINDS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
@@ -226,12 +226,12 @@ them, and any other ending of a probe is its result. What to do is told of tula'
 told what its script and its section have."""
 
 
-AGAIN = f"; twice within {AT_ONCE:g} s of a start, without progress, ends it"
+AGAIN = f"; twice within {MAX_SECONDS:g} s of a start, without progress, ends it"
 
 
 def _endings() -> str:
     rows = [
-        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advised(Cluster(kind='slurm')))} |"
+        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advice_for(Cluster(kind='slurm')))} |"
         for outcome, ending in FAILURE_KINDS.items()
     ]
     return "\n".join(

@@ -17,7 +17,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import ranks as worker_ranks
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.device import configure
+from tula_cli.worker.device import configure_device
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
@@ -42,7 +42,7 @@ def alone(device: str) -> Iterator[Ranks]:
         os.environ.setdefault(name, value)
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.joined(Cluster(device=device), handover=Path(folder) / "handover") as me,  # type: ignore[arg-type]
+        worker_ranks.process_group(Cluster(device=device), handover=Path(folder) / "handover") as me,  # type: ignore[arg-type]
     ):
         yield me
 
@@ -93,9 +93,9 @@ def job(
 
 def build(spec: JobSpec, me: Ranks, *, batch: int) -> Trainer:
     """Return the product's trainer at a global batch; AGS refreshes when it is told to."""
-    configure(spec.train, me.device)
+    configure_device(spec.train, me.device)
     task = ProbeTask(id="t", job="t", spec=spec, workdir=".", nodes=1, local_batches=(batch // me.world,))
-    trainer = worker_train_loop.build(task, me, build_datasets(spec), batch=batch, workers=0, refresh=False)
+    trainer = worker_train_loop.build_trainer(task, me, build_datasets(spec), batch=batch, workers=0, refresh=False)
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
     trainer.parallel.train()

@@ -205,7 +205,9 @@ def limit(spec: JobSpec, me: Any, capacity: int | None) -> None:
         meter = worker_device.MemoryMeter(me.device)
         meter.reset()
         total = torch.cuda.get_device_properties(me.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (capacity - meter.libraries(capacity)) / total), me.device)
+        torch.cuda.set_per_process_memory_fraction(
+            min(1.0, (capacity - meter.library_bytes(capacity)) / total), me.device
+        )
 
 
 def tried(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
@@ -252,7 +254,7 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
         factors=ags.memory() if ags else 0,
         peak=peak,
         reserved=reserved,
-        libraries=meter.libraries(capacity),
+        libraries=meter.library_bytes(capacity),
     )
     parts = memory.model_dump(mode="json")
     return Trial(batch, True, parts, seconds=seconds, device=me.device.type, capacity=capacity)

@@ -21,10 +21,10 @@ from gpu.rig import build, job
 from tula_cli.run.files import write_atomic
 from tula_cli.worker import device as worker_device
 from tula_cli.worker.measure.looks.gradients import GradientNormRecorder
-from tula_cli.worker.measure.probe import endless
+from tula_cli.worker.measure.probe import endless_steps
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
-from tula_cli.worker.train.watching.sync_spy import SyncSpy
+from tula_cli.worker.train.watching.sync_spy import SynchronisationTimer
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ags": ("ags", {}),
@@ -51,7 +51,7 @@ def main() -> None:
     told = {}
     for method in methods:
         told[method] = trained(method, me, tiny=mode == "tiny")
-        if me.first:
+        if me.is_first:
             write_atomic(Path(folder) / "told.json", json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()
@@ -64,7 +64,7 @@ def trained(name: str, me: Ranks, *, tiny: bool) -> dict[str, Any]:
     spec = job(model, image=image, batch=batch, device=me.device.type, method=method, **settings)
     trainer = build(spec, me, batch=batch)
     norms = GradientNormRecorder.attach(trainer)
-    stream = endless(trainer)
+    stream = endless_steps(trainer)
     if trainer.ags:
         trainer.ags.start_epoch(1)
     few, many = (2, 4) if tiny else (FEW, MANY)
@@ -80,7 +80,7 @@ def trained(name: str, me: Ranks, *, tiny: bool) -> dict[str, Any]:
     return {
         "equal_weights": equal,
         "exposed_ms": round(1000 * exposed, 3),
-        "reserved_growth_mib": round(me.largest(growth) / 2**20, 2),
+        "reserved_growth_mib": round(me.max(growth) / 2**20, 2),
         "steps": steps,
     }
 
@@ -90,7 +90,7 @@ def reserved(me: Ranks) -> int:
     if me.device.type == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_reserved(me.device)
-    return worker_device.process_memory("VmRSS")
+    return worker_device.read_process_memory("VmRSS")
 
 
 def weights(trainer: Trainer) -> str:
@@ -103,11 +103,11 @@ def weights(trainer: Trainer) -> str:
 
 def exposed_synchronisation(trainer: Trainer, stream: Any) -> float:
     """Return the median seconds from the last local gradient to the end of the reduction."""
-    with SyncSpy(trainer.clock, trainer.parallel) as spy:
+    with SynchronisationTimer(trainer.clock, trainer.parallel) as spy:
         trainer.after_backward = spy.reduced
         list(itertools.islice(stream, 5))
         trainer.after_backward = None
-    return trainer.ranks.largest(spy.median())
+    return trainer.ranks.max(spy.median())
 
 
 if __name__ == "__main__":

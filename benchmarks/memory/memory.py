@@ -96,14 +96,14 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
     estimate_seconds = time.perf_counter() - began
     if not inspection.footprints:
         raise SystemExit(f"{model}: {inspection.estimate_error}")
-    estimate = memory.fit(inspection.footprints)
+    estimate = memory.fit_memory_model(inspection.footprints)
     capacity = limit(estimate, inspection, options)
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_per_gpu": capacity})})
     small = [options.probe, 2 * options.probe]
     probes = measure(job, small, heap=options.heap)
     if len(probes) < 2:
         raise SystemExit(f"{model} {precision}: batch {small[len(probes)]} does not fit {capacity / 2**20:.0f} MiB")
-    corrected, after_one = (memory.fit([*some, *inspection.footprints]) for some in (probes, probes[:1]))
+    corrected, after_one = (memory.fit_memory_model([*some, *inspection.footprints]) for some in (probes, probes[:1]))
     largest_corrected = corrected.largest_local_batch(capacity, margin=0.0)
     most = largest_corrected or 8 * small[-1]
     sizes = ladder(small[-1], min(most, options.cap_batch) if options.no_bisection else most)
@@ -225,7 +225,7 @@ def compute_error(found: Sequence[Measured], seen: Sequence[int]) -> float | Non
         return None
     probes = [steptime.Observation(1, 1, found[i].local_batch, found[i].step_times, _alone(found[i])) for i in seen]
     try:
-        fitted = steptime.fit(probes, collective="ring")
+        fitted = steptime.fit_step_time(probes, collective="ring")
         off = [abs(fitted.predict(1, 1, p.local_batch).seconds / _median(p) - 1) for p in unseen]
     except BadMeasurements:
         return None

@@ -168,7 +168,7 @@ def as_on_gpu() -> Iterator[None]:
     # a CPU multiplies bfloat16 slowly, and as often
     with (
         mock.patch.object(placement, "on_device", lambda _: True),
-        mock.patch.object(orthogonal, "ON_GPU", torch.float32),
+        mock.patch.object(orthogonal, "GPU_DTYPE", torch.float32),
     ):
         yield
 
@@ -229,8 +229,8 @@ def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
     """
     task = ProbeTask(id="t", job="t", spec=spec, workdir=".", nodes=1, local_batches=(batch,))
     data = build_datasets(spec)
-    trainer = worker_train_loop.build(task, me, data, batch=batch, workers=0, refresh=False)
-    pair = default_collate(data.train.first(trainer.micro_batch))
+    trainer = worker_train_loop.build_trainer(task, me, data, batch=batch, workers=0, refresh=False)
+    pair = default_collate(data.train.first_samples(trainer.micro_batch))
     trainer.parallel.train()
 
     def step() -> object:
@@ -342,7 +342,7 @@ def main() -> None:
     found = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.joined(Cluster(device="cpu"), handover=Path(folder) / "handover") as me,
+        worker_ranks.process_group(Cluster(device="cpu"), handover=Path(folder) / "handover") as me,
     ):
         if not options.json:
             print(f"{'':42}{'operations':>11}{'':7}{'kernels':>9}{'':7}{'waits':>7}")

@@ -170,7 +170,7 @@ class Bench:
     ) -> None:
         import torch
 
-        from tula_cli.worker.methods.table import found
+        from tula_cli.worker.methods.table import load_method
 
         self.batch, self.me, self.cpu_time = batch, me, cpu_time
         self.plain = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
@@ -183,7 +183,7 @@ class Bench:
             base = self.plain
             if own:
                 base = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
-            method = found("ortho" if name == ORTHO else "scaling")
+            method = load_method("ortho" if name == ORTHO else "scaling")
             self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch), method=method)
         self.plain.parallel.train()
 
@@ -200,7 +200,7 @@ class Bench:
         start = mark()
         worker_train_loop._backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
         middle = mark()
-        worker_train_loop._refresh(trainer)
+        worker_train_loop._refresh_method(trainer)
         worker_train_loop._update(trainer)
         end = mark()
         seconds = trainer.clock.seconds
@@ -502,7 +502,7 @@ def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
             found.append(outcome(bench, timed, model=model, image=image, memory=memory))
             del bench
             gc.collect()
-            if me.first:
+            if me.is_first:
                 if options.keep:
                     write_atomic(options.keep, json.dumps([asdict(item) for item in found]) + "\n")
                 for line in lines(found[-1]):
@@ -570,18 +570,18 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        worker_ranks.joined(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
+        worker_ranks.process_group(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
     ):
         if options.hold:
             print(json.dumps(hold(options.models[0], options.hold, me)))
             return
         options.variants = options.variants or list(VARIANTS)
         before = machine(me)
-        if me.first:
+        if me.is_first:
             said = ", ".join(f"{name} {value}" for name, value in before.items())
             print(said, file=sys.stderr if options.json else sys.stdout, flush=True)
         found = run(options, me)
-        if options.json and me.first:
+        if options.json and me.is_first:
             after = round(os.getloadavg()[0], 1)
             print(json.dumps({"machine": before | {"load_after": after}, "models": [asdict(item) for item in found]}))
 

@@ -73,7 +73,7 @@ def measure(*, pairs: int, batch: int, side: int, fused: bool) -> dict[str, Any]
     torch.set_num_threads(1)
     found: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder, rig.alone("cpu") as me:
-        own = worker_train_loop.steps(rig.build(job(batch=batch, side=side), me, batch=batch))
+        own = worker_train_loop.run_steps(rig.build(job(batch=batch, side=side), me, batch=batch))
         shim(folder)
         switch, busy, began = import_module("ruler").Switch(), False, time.process_time()
 

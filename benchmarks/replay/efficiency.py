@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tula_cli.models.efficiency import SLOWEST_GROWTH, first_epochs, over_training, steps_ratio
+from tula_cli.models.efficiency import SLOWEST_GROWTH, epochs_before_measurement, equivalent_constant_noise, steps_ratio
 from tula_cli.models.ramp.by_noise import GROWTH
 
 COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
@@ -60,12 +60,12 @@ def _by_noise(case: Case, noise: float) -> float:
 
 
 def growing(case: Case, growth: float) -> float:
-    noise = over_training(case.first_noise, reference=case.reference, epochs=case.epochs, growth=growth)
+    noise = equivalent_constant_noise(case.first_noise, reference=case.reference, epochs=case.epochs, growth=growth)
     return _by_noise(case, noise)
 
 
 def later(case: Case, growth: float) -> float:
-    noise = over_training(
+    noise = equivalent_constant_noise(
         case.later_noise, reference=case.reference, epochs=case.epochs, growth=growth, measured_at=case.later
     )
     return _by_noise(case, noise)
@@ -114,7 +114,7 @@ def _cases(app: str, rows: pd.DataFrame) -> Iterable[Case | None]:
     sign = 1.0 if first.metric.iloc[-1] > first.metric.iloc[0] else -1.0
     start, best = sign * first.metric.iloc[0], (sign * first.metric).max()
     noise = reference * first.grad_var.to_numpy() / np.maximum(first.grad_sqr.to_numpy(), 1e-300)
-    at = first_epochs(len(noise))
+    at = epochs_before_measurement(len(noise))
     for level in LEVELS:
         wanted = start + level * (best - start)
         iterations = reached(first, sign=sign, wanted=wanted)

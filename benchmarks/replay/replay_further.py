@@ -48,7 +48,7 @@ def _rows(each: MeasuredSet, largest: int) -> Iterable[tuple[int, tuple[float, b
     seen = [o for place, o in each.truth.items() if size(place) <= largest and place in each.batches]
     if len({(o.nodes, o.gpus_per_node) for o in seen}) < 2:
         return
-    fit = steptime.fit(seen, collective=each.collective)
+    fit = steptime.fit_step_time(seen, collective=each.collective)
     for place, o in each.truth.items():
         where = (place.nodes, place.gpus_per_node, place.local_batch)
         if size(place) > largest and not fit.refusal(*where):

@@ -56,7 +56,7 @@ def _rows(cluster: str, app: str, sets: list[MeasuredSet]) -> Iterator[Judged]:
 def _judged(
     cluster: str, app: str, seen: dict[Where, Observation], wanted: dict[Where, Observation], *, corner: bool
 ) -> Judged:
-    fit = steptime.fit(list(seen.values()), collective="ring")
+    fit = steptime.fit_step_time(list(seen.values()), collective="ring")
     places = [place for place in wanted if not fit.refusal(place.nodes, place.gpus_per_node, place.local_batch)]
     nodes, gpus, batches = ([getattr(at, name) for at in places] for name in ("nodes", "gpus_per_node", "local_batch"))
     seconds = np.array([wanted[place].seconds for place in places])

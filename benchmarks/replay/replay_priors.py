@@ -55,7 +55,7 @@ def found_on(sets: Sequence[MeasuredSet], *, turns: int) -> Priors:
     """Return the priors that the sets make each other, after some turns of expectation maximisation from VAGUE."""
     priors = VAGUE
     for _ in range(turns):
-        fits = [steptime.fit(list(s.truth.values()), collective=s.collective, priors=priors) for s in sets]
+        fits = [steptime.fit_step_time(list(s.truth.values()), collective=s.collective, priors=priors) for s in sets]
         priors = refined(priors, [fit.model.posterior() for fit in fits], [each.app for each in sets])
     return priors
 

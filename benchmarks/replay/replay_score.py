@@ -45,7 +45,7 @@ def in_rounds(offer: Offer, measure: Measure) -> None:
     start = adaptive.first(offer.by_size.items(), whole_steps=offer.whole_steps)
     seen = measure(offer.at(size, batch) for size, batch in start)
     while True:
-        fit = steptime.fit(seen, collective=offer.collective)
+        fit = steptime.fit_step_time(seen, collective=offer.collective)
         picks = adaptive.propose(fit, _open_candidates(offer, fit, seen), tolerance=TOLERANCE).picks
         if not picks:
             return

@@ -87,8 +87,8 @@ def _candidates(own: Iterable[MeasuredSet]) -> Truth:
 def _judged(design: str, truth: Truth, probes: set[Where], *, together: bool) -> Judged:
     counts = sorted({place.gpus_per_node for place in truth})
     seen = {gpus: [truth[place] for place in probes if together or place.gpus_per_node == gpus] for gpus in counts}
-    one = steptime.fit(seen[counts[0]], collective="ring") if together else None
-    fits = {gpus: one or steptime.fit(seen[gpus], collective="ring") for gpus in counts}
+    one = steptime.fit_step_time(seen[counts[0]], collective="ring") if together else None
+    fits = {gpus: one or steptime.fit_step_time(seen[gpus], collective="ring") for gpus in counts}
     seconds = {place: truth[place].seconds for place in probes}
     off, held, at_most = [], [], []
     for place, o in truth.items():

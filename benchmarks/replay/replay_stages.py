@@ -146,7 +146,7 @@ class Trainings:
             change=lambda _: Change(self.start),
             by=by,
         )
-        stages = times.of(config)
+        stages = times.stages_at(config)
         own = (EPOCHS * self.size - sum(stage.steps * stage.batch for stage in stages)) // config.batch
         every = [
             *stages,

@@ -75,7 +75,7 @@ def _exposed(each: MeasuredSet, place: Where) -> float:
 def fitted(each: MeasuredSet) -> StepTimeFit:
     """Return the fit to the candidates of a set."""
     seen = [each.truth[place] for place in each.batches]
-    return steptime.fit(seen, collective=each.collective)
+    return steptime.fit_step_time(seen, collective=each.collective)
 
 
 def judge(sets: Iterable[MeasuredSet]) -> list[Judged]:

@@ -17,7 +17,7 @@ class Case:
     """A script as its authors wrote it.
 
     `option` names the folder of a checkout on the command line, and `inside` the part of it that is copied and worked in.
-    `{data}` in the job is a folder that `make` fills. `stand_in`: it was written for CUDA and NCCL, and meets the CPU.
+    `{data}` in the job is a folder that `make` fills. `replace_gradients`: it was written for CUDA and NCCL, and meets the CPU.
     `own_steps`: it changes its weights without an optimizer of torch, so there is no step that the ruler could time.
     """
 

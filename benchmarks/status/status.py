@@ -87,8 +87,8 @@ def _status(root: Path, jobs: int) -> Cost:
     def ended(ids: Sequence[str], **_: bool) -> dict[str, SchedulerState]:
         return {id_: SchedulerState("ended") for id_ in ids}
 
-    with mock.patch.object(queue, "ask", ended):
-        look = _measured("status", lambda: status.snapshot(run, submit.SlurmLauncher(), now=START + 999))
+    with mock.patch.object(queue, "ask_states", ended):
+        look = _measured("status", lambda: status.run_status(run, submit.SlurmLauncher(), now=START + 999))
     return look(jobs, run.path)
 
 
@@ -123,13 +123,13 @@ def _measured(what: str, look: Callable[[], object]) -> Callable[[int, Path], Co
 def counted() -> Iterator[list[Path]]:
     """Collect the files of runs that are read meanwhile, one entry a read."""
     reads: list[Path] = []
-    content = files.content
+    content = files.read_content
 
     def counting(path: Path) -> bytes:
         reads.append(path)
         return content(path)
 
-    with mock.patch.object(files, "content", counting):
+    with mock.patch.object(files, "read_content", counting):
         yield reads
 
 

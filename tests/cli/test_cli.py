@@ -62,8 +62,8 @@ def here(tmp_path, monkeypatch):
     quiet(monkeypatch, tmp_path)
     monkeypatch.setitem(job_status.GRACE, "local", 0.05)
     monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
-    monkeypatch.setattr(services_nodes, "LOOKS", (0.01, 0.01))
-    monkeypatch.setattr(site, "ask", lambda: None)
+    monkeypatch.setattr(services_nodes, "POLL_INTERVALS", (0.01, 0.01))
+    monkeypatch.setattr(site, "ask_site", lambda: None)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
     return tmp_path
 
@@ -910,7 +910,7 @@ def test_init_writes_the_hooks_of_a_script_once(here):
 def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
     assert "no scheduler answers here" in tula("init", "slurm", "-o", "alone.yaml").err
     told = "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
-    monkeypatch.setattr(site, "ask", lambda: site.Site(site.parse_partitions(told), ()))
+    monkeypatch.setattr(site, "ask_site", lambda: site.Site(site.parse_partitions(told), ()))
     answer = tula("init", "slurm", "-o", "new.yaml")
     assert "filled in from the scheduler: partition main: 4 nodes (no GPUs, 16 CPUs), at most 60 min" in answer.err
     assert "fast has GPUs" in answer.err
@@ -1083,7 +1083,7 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     [("folder", 6, "n2 reads another file"), ("user", 6, "no interface ib7"), ("vanishes", 6, "left no word")],
 )
 def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
-    monkeypatch.setitem(findings.LAG, "local", 0.05)
+    monkeypatch.setitem(findings.MAX_FILE_LAG, "local", 0.05)
     cluster.launcher = Here(fails)
     answer = tula("check", "job.yaml", "--on-cluster")
     assert (answer.code, words in answer.err) == (code, True), answer.err

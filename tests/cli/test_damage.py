@@ -20,7 +20,7 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison, CountedEnergy, ScriptSaves
 from tula_cli.run.records.tasks import EvaluateTask
-from tula_cli.run.series.step_series import StepRow, written
+from tula_cli.run.series.step_series import StepRow, format_rows
 from tula_cli.show import screen as show_screen
 
 SIGNATURE = "ab12cd34"
@@ -66,7 +66,7 @@ def whole_run(root: Path) -> RunDir:
     )  # fmt: skip
     training.write_evaluation(make.evaluated(task))
     training.write_script_saves(ScriptSaves())
-    training.steps_path.write_text(written(step_rows()))
+    training.steps_path.write_text(format_rows(step_rows()))
     for name in (OLDER, NEWER):
         write_checkpoint(run.path / name)
     (training.path / "best").symlink_to("checkpoints/000000002560.pt")

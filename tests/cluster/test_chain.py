@@ -25,10 +25,10 @@ from tula_cli.cluster.relaunch import next_task
 from tula_cli.cluster.scheduling.chains import chain_state
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.sbatch import parameters
-from tula_cli.cluster.stopping.full_disk import let_go
-from tula_cli.cluster.stopping.last_words import failure, reason_of
-from tula_cli.cluster.stopping.repeated import again_at_once
+from tula_cli.cluster.slurm.sbatch import submitit_parameters
+from tula_cli.cluster.stopping.full_disk import release_held_jobs
+from tula_cli.cluster.stopping.last_words import failure_of_follower, reason_of_error
+from tula_cli.cluster.stopping.repeated import describe_crash_loop
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, TulaError
 from tula_cli.host.network import node_name
@@ -40,7 +40,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import train
-from tula_cli.services.progress.ending import failure_of
+from tula_cli.services.progress.ending import error_of_training
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.signature import cluster_signature
 
@@ -96,13 +96,13 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
-    monkeypatch.setattr(scheduler, "ended_how", found.ended_how)
-    monkeypatch.setattr(scheduler, "cancel", found.cancel)
+    monkeypatch.setattr(scheduler, "end_outcome", found.ended_how)
+    monkeypatch.setattr(scheduler, "cancel_jobs", found.cancel)
     for order in ("delay", "end_delay", "exclude", "hold", "release", "ask"):
         monkeypatch.setattr(scheduler, order, getattr(found, order))
     monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
-    monkeypatch.setattr(cluster_supervise, "PAUSE", 0.0)
+    monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(allocation, "ACCOUNTING_LAG", 0.0)
     return found
 
@@ -286,7 +286,7 @@ def test_a_stage_that_ends_leaves_its_nodes_and_the_first_link_with_more_goes_on
     cluster.endings = {"12": "cancelled", "13": "cancelled"}
     chain.will_finish()
     chain.start("14", nodes=2)
-    assert chain.outcomes() == ["stage_end", "done"] and not chain.run.cancelled("train-s")
+    assert chain.outcomes() == ["stage_end", "done"] and not chain.run.is_cancelled("train-s")
     summary = chain.run.training("s").summary()
     assert summary is not None and (summary.nodes, summary.causes) == (2, ("batch 64 has 2 nodes",))
 
@@ -313,7 +313,7 @@ def test_jobs_that_the_supervisor_has_cancelled_are_reported_as_cancelled_by_tul
     if finishes:
         chain.will_finish()
     chain.start("12")
-    job, released = chain.run.job("train-s"), chain.run.read().released("train-s")
+    job, released = chain.run.job("train-s"), chain.run.read().released_links("train-s")
     assert job is not None and released == dict.fromkeys(LINKS[2:], why)
     cancelled = SchedulerState("ended", "CANCELLED by 0: it was cancelled by scancel or by an administrator")
     known = {**dict.fromkeys(LINKS, cancelled), "12": SchedulerState("ended", "FAILED: its script ended with an error")}
@@ -325,7 +325,7 @@ def test_what_scancel_has_ended_in_a_stage_stays_ended(chain: Chain, cluster: Cl
     chain.grows()
     cluster.endings = {"11": "cancelled"}
     chain.start("12")
-    assert chain.run.cancelled("train-s") and chain.outcomes() == []
+    assert chain.run.is_cancelled("train-s") and chain.outcomes() == []
 
 
 def test_a_link_with_more_nodes_than_the_stage_ends_that_and_goes_on_with_all(chain: Chain, cluster: Cluster) -> None:
@@ -381,7 +381,7 @@ def test_what_scancel_has_ended_stays_ended(chain: Chain, cluster: Cluster) -> N
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == ["cancelled"]
-    assert chain.run.cancelled("train-s")
+    assert chain.run.is_cancelled("train-s")
     assert set(cluster.cancelled) >= {"13", "14", "15"}
 
 
@@ -390,7 +390,7 @@ def test_a_link_cancelled_before_it_started_ends_the_chain_too(chain: Chain, clu
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == []
-    assert chain.run.cancelled("train-s")
+    assert chain.run.is_cancelled("train-s")
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def test_scancel_of_the_running_link_gives_the_other_links_back(chain: Chain, cl
     chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
     chain.start("11")
     assert chain.outcomes() == ["cancelled"]
-    assert chain.run.cancelled("train-s")
+    assert chain.run.is_cancelled("train-s")
     assert cluster.cancelled == ["12", "13", "14", "15"]
 
 
@@ -735,8 +735,8 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
     chain.run.write_failure(root)
     exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
-    exit_reason.report(chain.run, chain.task, attempt, exited, own)
+    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, attempt, exited)
+    exit_reason.report_exit(chain.run, chain.task, attempt, exited, own)
     assert exit_reason.root_cause(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
 
 
@@ -746,7 +746,7 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
                 failed_at=1.0)
     )  # fmt: skip
     exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, words="", rank=0)
-    own = exit_reason.own_reason(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert own.outcome in ("host_oom", "device_oom")
 
 
@@ -767,7 +767,7 @@ def test_what_a_launcher_says_of_an_end_is_told(
     chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
 ) -> None:
     exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
-    own = exit_reason.own_reason(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert (own.outcome, own.message) == (outcome, words)
 
 
@@ -779,10 +779,10 @@ def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_pa
     chain.run.write_failure(noticed)
     attempt = make_runs.attempt("train-s-1", start=1.0)
     exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
-    own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
+    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, attempt, exited)
     assert own.message == "rank 1 lost its connection to another rank, which has not said why"
     exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
-    own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
+    own = exit_reason.reason_of_own_ranks(chain.run, chain.task, attempt, exited)
     assert (own.outcome, own.message) == ("signal", "its process was killed by SIGKILL"), (
         "the first cause, where it is known"
     )
@@ -833,7 +833,7 @@ def test_nodes_that_the_user_excludes_stay_excluded(
     chain.script = dies_of(ECC)
     chain.start("11")
     assert cluster.excluded == [(["12", "13", "14", "15"], "old[1-3],gpu11")]
-    submitted = parameters(chain.run, chain.newest())
+    submitted = submitit_parameters(chain.run, chain.newest())
     assert submitted["exclude"] == "old[1-3],gpu11", "in what is submitted later too"
 
 
@@ -856,7 +856,7 @@ def test_faults_without_progress_are_bounded_and_end_in_words_of_their_own(
     chain.start("14")
     assert chain.outcomes() == ["device_fault"] * 3, "train.max_attempts"
     with pytest.raises(DeviceFault) as told:
-        train.report(chain.run, "s")
+        train.load_summary(chain.run, "s")
     assert told.value.exit_code == 10
     assert told.value.message.endswith("faulty: gpu11, gpu12, gpu13")
     assert "(rank 0, gpu13)" in told.value.message
@@ -875,9 +875,9 @@ def test_that_no_node_has_shown_a_gpu_is_the_users_to_mend_and_no_nodes_fault(
     assert "does the job ask for GPUs (on SLURM: cluster.slurm.gpus)" in attempt.message
     assert cluster.excluded == []
     assert cluster.cancelled == ["12", "13", "14", "15"]
-    assert "exclude" not in parameters(chain.run, chain.newest())
+    assert "exclude" not in submitit_parameters(chain.run, chain.newest())
     with pytest.raises(JobFailed, match=words):
-        train.report(chain.run, "s")
+        train.load_summary(chain.run, "s")
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["in this attempt", "in an earlier one"])
@@ -916,9 +916,9 @@ def test_nodes_that_were_faulty_under_another_cluster_section_are_not_left_out(c
     chain.start("11")
     (attempt,) = chain.run.training("s").attempts()
     chain.asks_for(minutes=10, exclude="old1")
-    assert parameters(chain.run, chain.newest())["exclude"] == f"old1,{attempt.host}"
+    assert submitit_parameters(chain.run, chain.newest())["exclude"] == f"old1,{attempt.host}"
     chain.asks_for(gpu_type="h100")
-    assert "exclude" not in parameters(chain.run, chain.newest())
+    assert "exclude" not in submitit_parameters(chain.run, chain.newest())
 
 
 @pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered", "CUDA error: unspecified launch failure"])  # fmt: skip
@@ -977,14 +977,14 @@ def test_a_probe_on_a_faulty_node_fails_and_is_submitted_elsewhere(chain: Chain)
     probe, attempt, result = probed(chain, ECC)
     assert (attempt.outcome, result.outcome) == ("device_fault", "device_fault")
     assert result.message.endswith(f"on {attempt.host}")
-    assert parameters(chain.run, probe)["exclude"] == attempt.host
+    assert submitit_parameters(chain.run, probe)["exclude"] == attempt.host
 
 
 def test_a_probe_without_any_gpu_fails_once_and_no_node_is_left_out(chain: Chain) -> None:
     probe, attempt, result = probed(chain, NO_GPU)
     assert (attempt.outcome, result.outcome) == ("user", "user")
     assert "cluster.slurm.gpus" in result.message
-    assert "exclude" not in parameters(chain.run, probe)
+    assert "exclude" not in submitit_parameters(chain.run, probe)
 
 
 # --- a full disk
@@ -1022,10 +1022,10 @@ def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     assert (cluster.held, cluster.cancelled) == (["13", "14", "15"], [])
     never_fits(chain, last)
     with pytest.raises(DiskFull, match=r"there is still no room: .* are missing") as told:
-        let_go(chain.run, chain.task)
+        release_held_jobs(chain.run, chain.task)
     assert told.value.exit_code == 13 and cluster.held
     chain.run.write_attempt(last)
-    let_go(chain.run, chain.task)
+    release_held_jobs(chain.run, chain.task)
     assert cluster.held == []
     chain.will_finish()
     chain.start("13")
@@ -1052,15 +1052,15 @@ def test_where_nothing_tells_what_was_to_be_written_room_for_a_checkpoint_is_ask
     chain.start("11")
     (last,) = chain.run.training("s").attempts()
     assert last.outcome == "disk" and last.shortage is not None and last.shortage.needed is None
-    let_go(chain.run, chain.task)  # nothing is known of its checkpoints, and the small files have room
+    release_held_jobs(chain.run, chain.task)  # nothing is known of its checkpoints, and the small files have room
     chain.save(96)
     huge = chain.run.training("s").checkpoint_path(96)
     os.truncate(huge, 2**42)  # a file with a hole, as large as no disk here
     with pytest.raises(DiskFull, match=r"4096\.?\d* GiB are needed, so .* are missing"):
-        let_go(chain.run, chain.task)
+        release_held_jobs(chain.run, chain.task)
     elsewhere = last.shortage.model_copy(update={"folder": "/dev/shm/data"})
     chain.run.write_attempt(last.model_copy(update={"shortage": elsewhere}))
-    let_go(chain.run, chain.task)  # no checkpoint was to go there
+    release_held_jobs(chain.run, chain.task)  # no checkpoint was to go there
 
 
 def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster: Cluster, tmp_path: Path) -> None:
@@ -1068,7 +1068,7 @@ def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster:
     last = filled(chain, tmp_path, "11")
     assert last.message.endswith("; 12 to 15 could not be held: Access/permission denied")
     with pytest.raises(SchedulerError, match="Access/permission denied") as told:
-        let_go(chain.run, chain.task)
+        release_held_jobs(chain.run, chain.task)
     assert told.value.hint == "by hand: scontrol release 12,13,14,15"
 
 
@@ -1140,8 +1140,8 @@ def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, m
 def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain, cluster: Cluster) -> None:
     chain.was_killed("11")
     (lost,) = chain.run.training("s").attempts()
-    reason = reason_of(Broken("at the other node"), chain.run, chain.task)
-    chain.run.write_failure(failure(chain.task, lost, 3, reason, Broken("at the other node")))
+    reason = reason_of_error(Broken("at the other node"), chain.run, chain.task)
+    chain.run.write_failure(failure_of_follower(chain.task, lost, 3, reason, Broken("at the other node")))
     chain.will_finish()
     chain.start("12")
     first, _ = chain.run.training("s").attempts()
@@ -1168,10 +1168,10 @@ def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain
 def test_the_same_end_at_once_twice_is_final(outcome: OutcomeClass, message: str, seconds: float, ends: bool) -> None:
     one = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, outcome=outcome, message=message, samples=96)
     two = one.model_copy(update={"number": 2, "started_at": 100.0, "ended_at": 100.0 + seconds})
-    assert bool(again_at_once([one, two], 96)) == ends
-    assert not again_at_once([one, two], 128), "something was saved"
-    assert not again_at_once([one.model_copy(update={"outcome": "port"}), two], 96)
-    assert not again_at_once([two], 96)
+    assert bool(describe_crash_loop([one, two], 96)) == ends
+    assert not describe_crash_loop([one, two], 128), "something was saved"
+    assert not describe_crash_loop([one.model_copy(update={"outcome": "port"}), two], 96)
+    assert not describe_crash_loop([two], 96)
 
 
 # --- every kind of death
@@ -1237,7 +1237,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
 ) -> None:
     chain.script = script
     if outcome == "host_oom":  # on CPUs the node's memory is the device's
-        monkeypatch.setattr(exit_reason, "computed_on", lambda *_: "cuda")
+        monkeypatch.setattr(exit_reason, "compute_device", lambda *_: "cuda")
     if outcome in ENDED_FROM_OUTSIDE:
         chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
         cluster.endings["11"] = outcome
@@ -1258,7 +1258,7 @@ def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_doc
     first = chain.run.training("s").attempts()[0]
     assert first.outcome == outcome, first.message
     assert first.host == node_name() and first.hosts == "node11" and first.message
-    error = failure_of(chain.task, [first], kept=0)
+    error = error_of_training(chain.task, [first], saved_samples=0)
     row = table_of_endings()[outcome]
     assert str(error.exit_code) == row[2] and error.hint
     follows = next_task(chain.run, chain.task, ExitReason(outcome, first.message, host=first.host), 1)
@@ -1340,18 +1340,18 @@ def test_the_same_end_at_the_same_step_from_the_same_checkpoint_is_final(chain: 
         reached=160,
     )
     two = one.model_copy(update={"number": 2, "message": "exit code 3, pid 88"})
-    assert "after 160 samples" in again_at_once([one, two], 96)
-    assert not again_at_once([one, two.model_copy(update={"reached": 192})], 96)
-    assert not again_at_once([one, two.model_copy(update={"message": "another end"})], 96)
+    assert "after 160 samples" in describe_crash_loop([one, two], 96)
+    assert not describe_crash_loop([one, two.model_copy(update={"reached": 192})], 96)
+    assert not describe_crash_loop([one, two.model_copy(update={"message": "another end"})], 96)
     storage = [attempt.model_copy(update={"outcome": "storage"}) for attempt in (one, two)]
-    assert not again_at_once(storage, 96), "its cause lies outside the process"
+    assert not describe_crash_loop(storage, 96), "its cause lies outside the process"
 
 
 def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: Cluster) -> None:
     chain.script = after_progress(chain, 64, "print('Loss is nan, stopping training'); sys.exit(1)")
     chain.start("11")
     assert chain.outcomes() == ["diverged"]
-    error = failure_of(chain.task, chain.run.training("s").attempts(), kept=0)
+    error = error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
     assert error.exit_code == 9 and "Loss is nan, stopping training" in error.message
 
 
@@ -1363,7 +1363,7 @@ def test_a_loss_that_is_not_finite_ends_a_script_at_once(chain: Chain, cluster: 
 def test_a_storage_failure_waits_before_new_processes(
     chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_supervise, "PAUSE", 0.3)
+    monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.3)
     chain.script = "import errno, os; raise OSError(errno.EIO, os.strerror(errno.EIO))"
     chain.start("11")
     first, second, third = chain.run.training("s").attempts()
@@ -1398,7 +1398,7 @@ def test_the_last_job_of_a_chain_ends_with_the_storage_failure(chain: Chain, clu
     chain.script = EIO
     chain.start("15")
     assert chain.outcomes() == ["storage"] * 3 and not cluster.delayed
-    error = failure_of(chain.task, chain.run.training("s").attempts(), kept=0)
+    error = error_of_training(chain.task, chain.run.training("s").attempts(), saved_samples=0)
     assert error.exit_code == 14
 
 

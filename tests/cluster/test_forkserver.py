@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.forkserver import WORKER, Forked, Forkserver, ForkUnavailable, Start
+from tula_cli.cluster.forkserver import WORKER, ForkedRank, ForkServer, ForkUnavailable, RankCommand
 from tula_cli.cluster.group import RankSpawner
-from tula_cli.host.processes import started
+from tula_cli.host.processes import start_time
 
 SERVER = """
 import sys
@@ -40,11 +40,11 @@ class Server:
         self.folder, self.log = folder, folder / "log"
         (folder / "user").mkdir()
         with open(self.log, "ab") as output:
-            self.server = Forkserver(self.start("pass"), output, program=program)
+            self.server = ForkServer(self.start("pass"), output, program=program)
 
-    def start(self, script: str, **environment: str) -> Start:
+    def start(self, script: str, **environment: str) -> RankCommand:
         command = (sys.executable, *WORKER, "run", "task", "1", textwrap.dedent(script))
-        return Start(command, {**os.environ, **environment}, str(self.folder / "user"), str(self.log))
+        return RankCommand(command, {**os.environ, **environment}, str(self.folder / "user"), str(self.log))
 
     def run(self, script: str, **environment: str) -> int:
         """Return the exit code of a rank."""
@@ -88,7 +88,9 @@ def test_a_rank_has_its_own_environment_folder_path_arguments_and_log(server: Se
     assert server.run(script, RANK="3") == 0
     folder = tmp_path / "user"
     assert server.told() == ["mine imported", f"3 False {folder}", f"{folder} ['run', 'task', '1'] True"]
-    elsewhere = Start(server.start("print('here')").command, dict(os.environ), str(tmp_path), str(tmp_path / "other"))
+    elsewhere = RankCommand(
+        server.start("print('here')").command, dict(os.environ), str(tmp_path), str(tmp_path / "other")
+    )
     assert server.server.fork(elsewhere, give_up=lambda: False).wait() == 0
     assert (tmp_path / "other").read_text() == "here\n"
 
@@ -139,9 +141,9 @@ def test_ranks_outlive_the_server_and_die_with_the_supervisor(tmp_path: Path) ->
         assert supervisor.stdout is not None
         pid, ended = supervisor.stdout.readline().split()
         assert ended == "None"
-        assert started(int(pid)) is not None, "the rank went with the server"
+        assert start_time(int(pid)) is not None, "the rank went with the server"
         supervisor.kill()
-        until(lambda: started(int(pid)) is None, "the rank outlived its supervisor")
+        until(lambda: start_time(int(pid)) is None, "the rank outlived its supervisor")
 
 
 @pytest.mark.parametrize(
@@ -192,35 +194,35 @@ def test_where_nothing_can_be_forked_ranks_are_executed_with_their_true_error(
     command = (sys.executable, *WORKER, str(tmp_path / "norun"), "task", "1")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     spawner, log = RankSpawner(), tmp_path / "log"
-    start = Start(command, environment, str(tmp_path), str(log))
+    start = RankCommand(command, environment, str(tmp_path), str(log))
     with open(log, "ab") as output:
         group = spawner.spawn([start, start], output, give_up=lambda: False)
-        until(lambda: not group.running(), "the ranks do not end")
+        until(lambda: not group.is_running(), "the ranks do not end")
     assert spawner.executes
-    assert group.failed() == (0, 1)
+    assert group.first_failure() == (0, 1)
     assert log.read_text().count("has no task task\n") == 2
     assert capfd.readouterr().err.count("ImportError: this torch is broken") == 1
 
 
 def test_what_is_not_the_worker_itself_is_executed(tmp_path: Path) -> None:
     worker = (sys.executable, *WORKER, "run", "task", "1")
-    start = Start(worker, {"RANK": "0", "A": "b"}, str(tmp_path), "log")
-    assert start.forkable
-    assert start.shared == {"A": "b"}
-    assert not Start(("numactl", "--localalloc", *worker), {}, str(tmp_path), "log").forkable
-    assert not Start((sys.executable, "-m", "torch.distributed.run"), {}, str(tmp_path), "log").forkable
+    start = RankCommand(worker, {"RANK": "0", "A": "b"}, str(tmp_path), "log")
+    assert start.is_forkable
+    assert start.shared_environment == {"A": "b"}
+    assert not RankCommand(("numactl", "--localalloc", *worker), {}, str(tmp_path), "log").is_forkable
+    assert not RankCommand((sys.executable, "-m", "torch.distributed.run"), {}, str(tmp_path), "log").is_forkable
 
 
 def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    sleep = Start(
+    sleep = RankCommand(
         (sys.executable, "-c", f"import time; time.sleep(300)  # {tmp_path}"), dict(os.environ), "/", str(log)
     )
-    missing = Start(("no-such-wrapper",), dict(os.environ), "/", str(log))
+    missing = RankCommand(("no-such-wrapper",), dict(os.environ), "/", str(log))
     with open(log, "ab") as output, pytest.raises(FileNotFoundError):
         RankSpawner().spawn([sleep, missing], output, give_up=lambda: False)
     words = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout.split()
-    assert [pid for pid in words if started(int(pid)) is not None] == []
+    assert [pid for pid in words if start_time(int(pid)) is not None] == []
 
 
 # --- with torch
@@ -230,13 +232,13 @@ def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> No
 def test_the_worker_is_forked_and_imports_nothing_again(tmp_path: Path) -> None:
     log, spawner = tmp_path / "log", RankSpawner()
     command = (sys.executable, *WORKER, str(tmp_path / "norun"), "task", "1")
-    start = Start(command, dict(os.environ), str(tmp_path), str(log))
+    start = RankCommand(command, dict(os.environ), str(tmp_path), str(log))
     with open(log, "ab") as output:
         group = spawner.spawn([start, start], output, give_up=lambda: False)
-        until(lambda: not group.running(), "the ranks do not end")
+        until(lambda: not group.is_running(), "the ranks do not end")
     spawner.close()
     assert not spawner.executes
-    assert all(isinstance(child, Forked) for child in group.children)
+    assert all(isinstance(child, ForkedRank) for child in group.children)
     assert log.read_text().count("norun has no task task\n") == 2
 
 
@@ -248,9 +250,9 @@ def test_a_file_that_hides_an_imported_library_is_what_the_rank_imports(tmp_path
         sys.path.insert(0, sys.argv[1])
         from tula_cli.worker import preloaded
         import torch, yaml
-        assert preloaded._hidden() == [], "a plain environment hides nothing"
+        assert preloaded._shadowed_modules() == [], "a plain environment hides nothing"
         sys.path.insert(0, sys.argv[2])
-        assert preloaded._hidden() == ["yaml"]
+        assert preloaded._shadowed_modules() == ["yaml"]
         ran = [sys.executable, "-c", "import sys, os; print('executed', os.getcwd(), os.environ['A'])"]
         preloaded._execute_if_hidden({"folder": sys.argv[2], "command": ran, "environment": {**os.environ, "A": "b"}})
     """

@@ -11,9 +11,9 @@ from tula_cli.cluster import kept_inspection
 from tula_cli.cluster.kept_inspection import (
     BUILDING,
     FOLDER,
-    MOST_KEPT,
-    KeptInspection,
-    facts_of,
+    MAX_ENTRIES_KEPT,
+    CachedInspection,
+    inspection_dependencies,
     newest_change,
 )
 from tula_cli.errors import JobFailed
@@ -33,8 +33,8 @@ class Built:
         self.count += 1
         return inspection()
 
-    def inspect(self, spec=None, *, facts=facts_of, **options):
-        kept = KeptInspection(self.root, self.build, note=self.said.append, facts=facts, **options)
+    def inspect(self, spec=None, *, facts=inspection_dependencies, **options):
+        kept = CachedInspection(self.root, self.build, note=self.said.append, facts=facts, **options)
         return kept(spec or make.spec())
 
 
@@ -54,10 +54,10 @@ def test_a_second_inspection_builds_nothing_and_says_so(built):
     assert built.said[0] == BUILDING and "as they were built" in built.said[1] and "--fresh" in built.said[1]
 
 
-@pytest.mark.parametrize("part", [name for name in facts_of(make.spec()) if name != "dataset"])
+@pytest.mark.parametrize("part", [name for name in inspection_dependencies(make.spec()) if name != "dataset"])
 def test_whatever_part_of_the_key_changes_builds_anew(built, part):
     built.inspect()
-    built.inspect(facts=lambda spec: {**facts_of(spec), part: "another"})
+    built.inspect(facts=lambda spec: {**inspection_dependencies(spec), part: "another"})
     assert built.count == 2
 
 
@@ -130,14 +130,14 @@ def test_the_jobs_own_interpreter_tells_the_versions(built, tmp_path):
     own = tmp_path / "python"
     own.write_text('#!/bin/sh\necho a greeting\necho \'{"python": "3.12", "torch": "2.6"}\'\n')
     own.chmod(0o755)
-    assert facts_of(slurm(str(own)))["packages"] == {"python": "3.12", "torch": "2.6"}
+    assert inspection_dependencies(slurm(str(own)))["packages"] == {"python": "3.12", "torch": "2.6"}
     for _ in range(2):
         built.inspect(slurm(str(own)))
     assert built.count == 1
     own.write_text(own.read_text().replace("2.6", "2.7"))
     built.inspect(slurm(str(own)))
     assert built.count == 2
-    real = facts_of(slurm(sys.executable))["packages"]
+    real = inspection_dependencies(slurm(sys.executable))["packages"]
     assert real["python"] == sys.version and set(real) == {"python", "torch", "torchvision"}
 
 
@@ -209,7 +209,7 @@ def test_what_failed_is_not_kept(built, monkeypatch):
 
 def test_nothing_is_written_where_nothing_may_be_and_its_key_is_found_once(built):
     asked = []
-    built.inspect(keep=False, facts=lambda spec: asked.append(spec) or facts_of(spec))
+    built.inspect(keep=False, facts=lambda spec: asked.append(spec) or inspection_dependencies(spec))
     assert not built.root.exists()
     assert len(asked) == 1
 
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_costs_no_answer(built):
 
 
 def test_old_entries_and_all_but_the_newest_are_removed(built, monkeypatch):
-    monkeypatch.setattr(kept_inspection, "MOST_KEPT", 3)
+    monkeypatch.setattr(kept_inspection, "MAX_ENTRIES_KEPT", 3)
     folder = built.root / FOLDER
     folder.mkdir(parents=True)
     for number in range(4):
@@ -231,7 +231,7 @@ def test_old_entries_and_all_but_the_newest_are_removed(built, monkeypatch):
     os.utime(old, (1, 1))
     built.inspect()
     names = {path.name for path in entries(built)}
-    assert len(names) == 3 and {"0.json", "1.json"} < names and MOST_KEPT > 3
+    assert len(names) == 3 and {"0.json", "1.json"} < names and MAX_ENTRIES_KEPT > 3
 
 
 def test_the_newest_change_of_no_dataset_is_none(tmp_path):

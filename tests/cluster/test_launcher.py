@@ -72,8 +72,8 @@ def installed(tmp_path, monkeypatch, version):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(scheduler, "_asked", {})
-    monkeypatch.setattr(slurm_command, "PATIENCE", 5.0)
-    monkeypatch.setattr(slurm_scheduler, "LAG", 0.5)
+    monkeypatch.setattr(slurm_command, "COMMAND_TIMEOUT", 5.0)
+    monkeypatch.setattr(slurm_scheduler, "ACCEPTANCE_LAG", 0.5)
     return fake
 
 
@@ -180,7 +180,7 @@ def test_links_differ_in_their_dependency_only(slurm, run):
 def test_fifty_links_wait_for_one_job_each(slurm, run):
     job = submitted(run, training(run, hours=1000.0))
     named = [set(re.findall(r":(\d+)", link["dependency"])) for link in slurm.jobs()]
-    assert len(job.links) == chains.MOST_LINKS and max(map(len, named)) == 1
+    assert len(job.links) == chains.MAX_LINKS and max(map(len, named)) == 1
     assert slurm.jobs()[-1]["dependency"].endswith("+30"), "the delay grows to half an hour"
 
 
@@ -196,10 +196,10 @@ def test_links_of_an_older_tula_with_names_of_their_own_are_found_and_waited_for
 
 @pytest.mark.parametrize(
     ("hours", "links"),
-    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, chains.MOST_LINKS)],
+    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, chains.MAX_LINKS)],
 )
 def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
-    assert chains.links(training(run, hours=hours)) == links
+    assert chains.count_links(training(run, hours=hours)) == links
 
 
 def growing(run, *, hours, steps):
@@ -218,7 +218,7 @@ def growing(run, *, hours, steps):
 
 def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
     found = chains.nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
-    assert len(found) == chains.MOST_LINKS and found[-2:] == (4, 4) and found[0] == 1
+    assert len(found) == chains.MAX_LINKS and found[-2:] == (4, 4) and found[0] == 1
 
 
 def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
@@ -237,13 +237,13 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
 def test_only_a_training_on_slurm_is_a_chain(run):
     task = training(run)
     here = task.model_copy(update={"spec": make.spec()})
-    assert (chains.links(here), chains.links(probes(run))) == (1, 1)
+    assert (chains.count_links(here), chains.count_links(probes(run))) == (1, 1)
 
 
 def test_a_chain_has_two_links_at_least(run):
     task = training(run)
     settings = task.spec.train.model_copy(update={"max_attempts": 1})
-    assert chains.links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
+    assert chains.count_links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
 
 
 def test_links_that_the_queue_has_no_room_for_are_left_out(slurm, run):
@@ -280,7 +280,7 @@ def test_a_job_accepted_although_sbatch_failed_is_taken_as_submitted(slurm, run,
 
 
 def test_an_sbatch_that_hangs_is_given_up_and_its_job_found(slurm, run, monkeypatch):
-    monkeypatch.setattr(slurm_command, "PATIENCE", 1.0)
+    monkeypatch.setattr(slurm_command, "COMMAND_TIMEOUT", 1.0)
     slurm.fault(sbatch=["accept, hang"])
     assert submitted(run, probes(run)).scheduler_id == "1000"
     slurm.fault(sbatch=["accept, hang", "hang"])
@@ -363,7 +363,7 @@ def test_two_command_lines_at_once_submit_once(slurm, run, sacct):
     slurm.fault(lag=60, sacct=sacct)  # so that the queue cannot help: the second has to wait for what the first writes
     plan = training_plan(run)
     with ThreadPoolExecutor() as pool:
-        started = [pool.submit(train.start, RunDir(run.path), plan, SlurmLauncher()) for _ in range(3)]
+        started = [pool.submit(train.submit_training, RunDir(run.path), plan, SlurmLauncher()) for _ in range(3)]
     assert {future.result() for future in started} == {plan.task.job}
     assert len(slurm.jobs()) == len(run.job(plan.task.job).links)
     assert not (run.path / "lock").exists()
@@ -413,11 +413,11 @@ def test_every_command_of_slurm_is_called_with_the_same_environment(slurm, run, 
         monkeypatch.setenv(name, "other")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     job = submitted(run, probes(run))
-    partitions.ask()
-    partitions.allocated(job.scheduler_id)
-    scheduler.ask([job.scheduler_id, "4711"])
-    scheduler.ended_how(job.scheduler_id)
-    scheduler.cancel([job.scheduler_id])
+    partitions.ask_site()
+    partitions.allocated_hosts(job.scheduler_id)
+    scheduler.ask_states([job.scheduler_id, "4711"])
+    scheduler.end_outcome(job.scheduler_id)
+    scheduler.cancel_jobs([job.scheduler_id])
     for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo"):
         environs = [call.environ for call in slurm.calls(name)]
         assert environs, name
@@ -445,7 +445,7 @@ def test_commands_that_wait_ask_squeue_once_a_minute_together(slurm, run, monkey
     assert len(slurm.calls("squeue")) == before + 1
     slurm.set(jobs[0].scheduler_id, "RUNNING")
     assert state(run, jobs[0]).state == "running", "who asks once is told what is so now"
-    monkeypatch.setattr(shared_queue, "PERIOD", 0.0)
+    monkeypatch.setattr(shared_queue, "MAX_AGE", 0.0)
     assert SlurmLauncher().patient().states(run.read(), jobs)[jobs[0].id].state == "running"
 
 
@@ -530,7 +530,7 @@ def test_a_young_job_that_nobody_knows_yet_is_pending_and_an_old_one_is_over(slu
     slurm.set(job.scheduler_id, "PENDING", forgotten=True)
     slurm.fault(sacct="knows nothing")
     assert state(run, job) == scheduler.SchedulerState("pending", "just submitted")
-    old = job.model_copy(update={"submitted_at": time.time() - chains.YOUNG - 1})
+    old = job.model_copy(update={"submitted_at": time.time() - chains.YOUNG_SECONDS - 1})
     assert state(run, old).state == "ended"
     assert "SLURM has forgotten it" in state(run, old).reason
 
@@ -560,7 +560,7 @@ def test_cancel_marks_the_run_and_ends_all_links_the_last_first(slurm, run):
     foreign = slurm.add(f"tula-{run.id}-train-{SIGNATURE}", "RUNNING")
     job = submitted(run, training(run, hours=0.1))
     SlurmLauncher().cancel(run, job)
-    assert run.cancelled(job.id)
+    assert run.is_cancelled(job.id)
     assert slurm.calls("scancel")[0].arguments == list(job.links[::-1])
     assert [queued["state"] for queued in slurm.jobs()] == ["RUNNING", "CANCELLED", "CANCELLED", "CANCELLED"]
     assert foreign not in job.links
@@ -577,23 +577,23 @@ def test_a_training_starts_after_its_rehearsal_has_ended(slurm, run):
 
 
 def training_plan(run):
-    return train.plan(run, run.spec(), nodes=2, batch=128, inspect=lambda _: INSPECTION)
+    return train.plan_training(run, run.spec(), nodes=2, batch=128, inspect=lambda _: INSPECTION)
 
 
 def test_from_submission_to_the_next_link_and_the_end(versions, run):
     plan, launcher = training_plan(run), SlurmLauncher()
     for _ in range(2):
-        assert train.start(run, plan, launcher) == plan.task.job
+        assert train.submit_training(run, plan, launcher) == plan.task.job
     assert len(versions.jobs()) == run.spec().train.max_attempts
     versions.set("1000", "PENDING", "Priority", starts=local(2e9))
-    job = services_status.snapshot(run, launcher, now=time.time()).jobs[0]
+    job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
     versions.set("1000", "NODE_FAIL", "NodeDown")
-    job = services_status.snapshot(run, launcher, now=time.time()).jobs[0]
+    job = services_status.run_status(run, launcher, now=time.time()).jobs[0]
     assert (job.state, job.reason) == ("queued", "goes on after job 1000 (NODE_FAIL: a node of its allocation failed)")
-    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == [plan.task.job]
-    assert services_status.snapshot(run, launcher, now=time.time()).jobs[0].state == "cancelled"
-    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == []
+    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == [plan.task.job]
+    assert services_status.run_status(run, launcher, now=time.time()).jobs[0].state == "cancelled"
+    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == []
 
 
 # --- through the command line
@@ -679,7 +679,7 @@ def test_a_job_whose_script_failed_is_told_in_its_own_words(slurm, run):
     reason = state(run, job).reason
     assert "execve(): /nosuch/python: No such file or directory" in reason
     assert str(log) in reason
-    assert next(line.file for line in logs.logs(run, logs.Wanted(job=job.id))) == log
+    assert next(line.file for line in logs.read_logs(run, logs.LogQuery(job=job.id))) == log
 
 
 def test_a_job_that_works_is_running_although_the_queue_does_not_show_it_yet(slurm, run):
@@ -709,7 +709,7 @@ def test_variables_do_not_override_or_contradict_what_the_script_says(slurm, run
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     changed = make.spec(cluster={"kind": "slurm", "slurm": {"partition": "gpu", "memory": "4G", "cpus_per_task": 2}})
     script = run.write_script("x", SlurmLauncher().script(run, probes(run).model_copy(update={"spec": changed})))
-    kept = {name for name in slurm_scheduler.environment_of(script) if name.startswith("SBATCH_")}
+    kept = {name for name in slurm_scheduler.sbatch_environment(script) if name.startswith("SBATCH_")}
     assert kept == {f"SBATCH_{name}" for name in OF_THE_SITE}
 
 
@@ -717,7 +717,7 @@ def test_what_a_job_says_nothing_of_stays_with_the_variables_of_the_site(slurm, 
     for name in ("PARTITION", "MEM_PER_CPU", "CPUS_PER_GPU", "GPUS"):
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
-    kept = {name for name in slurm_scheduler.environment_of(script) if name.startswith("SBATCH_")}
+    kept = {name for name in slurm_scheduler.sbatch_environment(script) if name.startswith("SBATCH_")}
     assert "SBATCH_GPUS" not in kept and "SBATCH_MEM_PER_CPU" in kept
 
 
@@ -726,7 +726,7 @@ def test_a_scancel_that_fails_is_told_and_the_mark_stays(slurm, run):
     slurm.without("scancel")
     with pytest.raises(SchedulerError, match="scancel"):
         SlurmLauncher().cancel(run, job)
-    assert run.cancelled(job.id)
+    assert run.is_cancelled(job.id)
 
 
 def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
@@ -735,7 +735,7 @@ def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
     run.write_job(job)
     slurm.without("squeue")
     with pytest.raises(SchedulerError, match="squeue does not answer"):
-        cluster_launcher.under_way(run, SlurmLauncher(), [job.id])
+        cluster_launcher.unfinished_jobs(run, SlurmLauncher(), [job.id])
 
 
 def test_a_local_job_of_another_machine_is_not_started_again_here(run):
@@ -772,7 +772,7 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
         signal.signal(number, handler)
     assert [queued.get("exclude") for queued in versions.jobs()] == [None, *["old[1-2],gpu7"] * (len(job.links) - 1)]
     versions.set(job.links[0], "COMPLETED")
-    shown = services_status.snapshot(run, SlurmLauncher(), now=time.time())
+    shown = services_status.run_status(run, SlurmLauncher(), now=time.time())
     assert shown.jobs[0].state == "queued"
     attempt = shown.attempts[-1].attempt
     assert (attempt.outcome, attempt.host) == ("device_fault", "gpu7")
@@ -780,15 +780,15 @@ def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeyp
         versions.set(link, "CANCELLED")
     again = submitted(run, task)
     assert "#SBATCH --exclude='old[1-2],gpu7'\n" in versions.script(again.scheduler_id)
-    shown = services_status.snapshot(run, SlurmLauncher(), now=time.time()).jobs[0]
+    shown = services_status.run_status(run, SlurmLauncher(), now=time.time()).jobs[0]
     assert shown.state == "queued"
 
 
 def test_a_job_that_has_started_cannot_be_kept_off_a_node(slurm, run):
     job = submitted(run, training(run))
     slurm.set(job.links[1], "RUNNING")
-    assert "no longer pending" in scheduler.exclude(job.links[1:], "gpu7")
-    assert scheduler.exclude([], "gpu7") == ""
+    assert "no longer pending" in scheduler.exclude_nodes(job.links[1:], "gpu7")
+    assert scheduler.exclude_nodes([], "gpu7") == ""
 
 
 def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
@@ -801,6 +801,6 @@ def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
     run.write_attempt(attempt)
     for link in job.links:
         slurm.set(link, "COMPLETED")
-    shown = services_status.snapshot(run, SlurmLauncher(), now=now).jobs[0]
+    shown = services_status.run_status(run, SlurmLauncher(), now=now).jobs[0]
     assert shown.state == "failed"
     assert shown.reason.startswith("CUDA error: uncorrectable ECC error encountered on gpu7; the memory of a GPU")

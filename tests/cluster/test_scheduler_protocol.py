@@ -18,7 +18,7 @@ from tula_cli.cluster.launcher import launcher_for
 from tula_cli.cluster.scheduling import schedulers
 from tula_cli.cluster.scheduling.batch_launcher import submit_script
 from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
-from tula_cli.cluster.scheduling.protocol import AvoidsNodes, JobRequest, Scheduler, exclude
+from tula_cli.cluster.scheduling.protocol import AvoidsNodes, JobRequest, Scheduler, exclude_nodes
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as slurm_queue
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
@@ -76,7 +76,7 @@ def own_queue(folder: Path) -> Iterator[Site]:
     home = folder / "queue"
     home.mkdir()
     (home / "settings.json").write_text(json.dumps({"nodes": 2, "minute": 3.0, "grace": 1.0, "jobs": 6}))
-    scheduler = schedulers.named(OWN, {"home": str(home)})
+    scheduler = schedulers.load_scheduler(OWN, {"home": str(home)})
     assert isinstance(scheduler, tiny_queue.TinyQueue)
     yield Site(scheduler, folder)
     jobs = scheduler._jobs() or {}
@@ -90,7 +90,7 @@ def fake_slurm(folder: Path) -> Iterator[Site]:
         for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
             patch.delenv(name)
         patch.setattr(slurm_queue, "_asked", {})
-        patch.setattr(slurm_command, "PATIENCE", 10.0)
+        patch.setattr(slurm_command, "COMMAND_TIMEOUT", 10.0)
         yield Site(SlurmScheduler(), folder, fake=fake)
 
 
@@ -199,7 +199,7 @@ def test_what_a_scheduler_cannot_do_it_says(tmp_path: Path) -> None:
     here = next(this_machine(tmp_path))
     id_ = here.submit(here.job())
     assert here.scheduler.hold([id_]) and here.scheduler.release([id_]), "no job waits here"
-    assert exclude(here.scheduler, [id_], "node1") == "this machine cannot keep waiting jobs off nodes"
+    assert exclude_nodes(here.scheduler, [id_], "node1") == "this machine cannot keep waiting jobs off nodes"
     assert isinstance(SlurmScheduler(), AvoidsNodes) and not isinstance(here.scheduler, AvoidsNodes)
     with pytest.raises(SchedulerError, match="wait for no others"):
         here.submit(here.job(name="later", after=(id_,)))
@@ -384,7 +384,7 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
 )
 def test_what_is_no_scheduler_is_refused_with_what_it_lacks(kind: str, options: dict[str, str], words: str) -> None:
     with pytest.raises(SpecError) as told:
-        schedulers.named(kind, options)
+        schedulers.load_scheduler(kind, options)
     assert words in f"{told.value.message}; {told.value.hint}"
 
 

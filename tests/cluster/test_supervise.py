@@ -25,7 +25,7 @@ from tula_cli.cluster.rank_start import RankStart, first_rank
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
 from tula_cli.host import devices
-from tula_cli.host.processes import started
+from tula_cli.host.processes import start_time
 from tula_cli.models.out_of_memory import splits_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
@@ -35,7 +35,7 @@ from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, probe_id
 from tula_cli.run.storage import reserve
-from tula_cli.services.progress.ending import failure_of
+from tula_cli.services.progress.ending import error_of_training
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
@@ -183,7 +183,7 @@ def test_a_lost_rank_is_started_again(run: RunDir, ranks: Ranks, probe: ProbeTas
 def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, probe.id)
-    assert len(ranks.starts) == relaunch.RESTARTS + 1
+    assert len(ranks.starts) == relaunch.MAX_RESTARTS + 1
     failed = run.result(probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
@@ -239,7 +239,7 @@ def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again
     assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
     assert "free where /dev/shm/gone is" in attempt.message
     assert len(ranks.starts) == 1 and not (run.path / reserve.NAME).exists(), "it was given back"
-    told = failure_of(training, [attempt], kept=0)
+    told = error_of_training(training, [attempt], saved_samples=0)
     assert (told.exit_code, told.code) == (13, "disk")
     cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
     assert run.training(training.signature).result() is not None and (run.path / reserve.NAME).exists()
@@ -334,7 +334,7 @@ def test_training_out_of_memory_with_micro_batches_of_one_sample_ends(
     assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"], "a smaller batch takes as much at a time"
     newest = run.training("s").newest_task()
     assert newest is not None and (newest.batch, newest.splits) == (4, 4)
-    error = failure_of(newest, run.training("s").attempts(), kept=0)
+    error = error_of_training(newest, run.training("s").attempts(), saved_samples=0)
     assert "out of memory at the smallest batch, 4 with micro-batches of 1:" in error.message
 
 
@@ -538,7 +538,7 @@ _HOLD = """
     with local.machine_ticket(run, [task]) as ticket, open(run.path / "times", "a") as times:
         print(name, "begin", time.monotonic(), file=times, flush=True)
         time.sleep(seconds)
-        print(name, "end", time.monotonic(), [one.holder for one in ticket.trainings()], file=times, flush=True)
+        print(name, "end", time.monotonic(), [one.holder for one in ticket.conflicting_trainings()], file=times, flush=True)
 """
 
 
@@ -594,7 +594,7 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
     supervisor.kill()
     supervisor.wait()
     deadline = time.monotonic() + 5
-    while started(int(pid_file.read_text())) is not None:
+    while start_time(int(pid_file.read_text())) is not None:
         assert time.monotonic() < deadline, "the rank outlived its supervisor"
         time.sleep(0.05)
 
@@ -602,11 +602,11 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
 def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, probe: ProbeTask, tmp_path: Path) -> None:
     two_nodes, command = probe.model_copy(update={"nodes": 2}), LeaderCommand(task=probe.id, attempt=1)
     here = Allocation(0, 1, environ={"MASTER_ADDR": "elsewhere"})
-    starts = RankStart(run, here, two_nodes, command).starts(tmp_path / "log")
+    starts = RankStart(run, here, two_nodes, command).rank_commands(tmp_path / "log")
     assert [start.environment["RANK"] for start in starts] == ["0", "1"]
     assert {(start.environment["WORLD_SIZE"], start.environment["OMP_NUM_THREADS"]) for start in starts} == {("2", "1")}
     assert all("MASTER_ADDR" not in start.environment for start in starts), "they meet through a file"
-    assert all(start.forkable and start.command[-3:] == (str(run.path.resolve()), probe.id, "1") for start in starts)
+    assert all(start.is_forkable and start.command[-3:] == (str(run.path.resolve()), probe.id, "1") for start in starts)
 
 
 @pytest.mark.promise("a process", "several ranks fail, one because of the other", "the one at the root is told")
@@ -623,7 +623,7 @@ def test_of_several_ranks_the_killed_one_is_told_and_not_those_that_lost_it(
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     monkeypatch.setattr(RankStart, "argv", lambda _: command)
-    monkeypatch.setattr(relaunch, "RESTARTS", 0)
+    monkeypatch.setattr(relaunch, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
     (attempt,) = run.attempts(probe.id)
@@ -636,7 +636,7 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
     script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
     monkeypatch.setattr(RankStart, "argv", lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.1)
-    monkeypatch.setattr(relaunch, "RESTARTS", 0)
+    monkeypatch.setattr(relaunch, "MAX_RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
     (attempt,) = run.attempts(probe.id)
@@ -716,7 +716,9 @@ def test_ranks_beyond_a_smaller_number_of_nodes_sit_it_out(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr(RunningAttempt, "until_exit", lambda own: started.append(f"{own.task.id}.{own.attempt.number}"))
+    monkeypatch.setattr(
+        RunningAttempt, "run_to_exit", lambda own: started.append(f"{own.task.id}.{own.attempt.number}")
+    )
     run.write_attempt(make_runs.attempt(probe.id, start=1.0))
     commands = [*(LeaderCommand(task=probe.id, attempt=1, ranks=ranks) for ranks in (4, 2)), LeaderCommand(task=None)]
     for index in (1, 3):
@@ -731,9 +733,9 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
     run: RunDir, probe: ProbeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def outcome(device: str, *driver: str) -> str | None:
-        monkeypatch.setattr(devices, "PRESENCE", [str(tmp_path / name) for name in driver])
+        monkeypatch.setattr(devices, "GPU_DRIVER_FILES", [str(tmp_path / name) for name in driver])
         spec = make_runs.spec(cluster={"device": device})
-        found = exit_reason.own_reason(run, probe.model_copy(update={"spec": spec}), attempt, exited)
+        found = exit_reason.reason_of_own_ranks(run, probe.model_copy(update={"spec": spec}), attempt, exited)
         assert found.rank == 1
         return found.outcome
 
@@ -765,7 +767,7 @@ def test_kills_for_memory_are_counted_in_the_own_cgroup(
     cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exit_reason, "CGROUPS", tmp_path)
-    found = exit_reason._counters(cgroups)
+    found = exit_reason._oom_counters(cgroups)
     assert found == ([] if counter is None else [tmp_path / counter])
     for path in found:
         path.parent.mkdir(parents=True)

@@ -28,7 +28,7 @@ def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_
     told = tula("status", "--run", str(copy))
     assert told["data"]["jobs"] == []
     assert any(f"a copy of {run.path}" in warning for warning in told["data"]["warnings"])
-    assert not run.cancelled(tula.task().job), "the job of the run itself goes on"
+    assert not run.is_cancelled(tula.task().job), "the job of the run itself goes on"
 
     moved = tula.folder / "moved" / run.id
     moved.parent.mkdir()

@@ -1,16 +1,13 @@
 """Scripts as other people write them, from the command line to the end of a training: what they do unasked is noticed."""
 
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from driver import Tula
-
-from tula_cli.host.processes import carrying
 
 pytestmark = [pytest.mark.torch, pytest.mark.proof]
 SCRIPT = Path(__file__).parents[1] / "scripts" / "various.py"
@@ -68,9 +65,9 @@ def test_a_script_that_resumes_by_itself_is_noticed_at_its_second_start(tmp_path
     while not list(tmp_path.glob("tula-runs/*/train/*/out/ck.pt")) and time.monotonic() < until:
         time.sleep(0.1)
     time.sleep(1.0)
-    for pid, plan in carrying("TULA_PLAN").items():
-        if plan.startswith(str(tmp_path)):
-            os.kill(pid, signal.SIGKILL)
+    for process in psutil.process_iter(["environ"]):
+        if (process.info["environ"] or {}).get("TULA_PLAN", "").startswith(str(tmp_path)):
+            process.kill()
     said = "".join(training.communicate(timeout=240))
     assert training.returncode == 0 and "resumed by itself from ck.pt" in said, said
     assert "epoch 6.00 of 6" in said and "ended after" not in said, said

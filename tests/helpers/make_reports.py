@@ -13,8 +13,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services import recommend as recommending
 from tula_cli.services.reporting.document import Document, Figure, Section, Series, Table
-from tula_cli.services.reporting.material import Material, gather
-from tula_cli.services.reporting.run_report import document_of
+from tula_cli.services.reporting.material import Material, gather_material
+from tula_cli.services.reporting.run_report import build_document
 
 AT = make.START + 1000
 JOB = job_spec(search={"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512})
@@ -26,14 +26,14 @@ def probed(root: Path, truth: Truth | None = None, *, job: Any = JOB, script: bo
     """Return a run whose probes are those of a known truth, one that was out of memory among them; of each node type."""
     run = RunDir.create(root, job)
     for part in run.parts(job):
-        part.run.adopt(part.spec)
+        part.run.save_job(part.spec)
         probes = [
             measured(truth or Truth(jitter=0.01), nodes, local) for nodes, locals_ in SWEEP.items() for local in locals_
         ]
         probes = [of_a_script(probe) for probe in probes] if script else with_noise(probes, 200.0)
         for result in [*probes, out_of_memory(1, 512)]:
             part.run.write_result(result)
-    run.adopt(job)
+    run.save_job(job)
     return run
 
 
@@ -47,7 +47,7 @@ def script_job() -> Any:
 
 def answered(run: RunDir, objective: Any = "time") -> RunDir:
     """Return the run with an answer that training takes."""
-    recommending.keep(run, run.spec(), recommending.recommend(run, run.spec(), objective=objective, now=1.0))
+    recommending.store_answer(run, run.spec(), recommending.recommend(run, run.spec(), objective=objective, now=1.0))
     return run
 
 
@@ -110,11 +110,11 @@ def compared(run: RunDir) -> RunDir:
 
 
 def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> Material:
-    return gather(run, run.spec(), lambda _: launcher or make.FakeLauncher(), now=AT)
+    return gather_material(run, run.spec(), lambda _: launcher or make.FakeLauncher(), now=AT)
 
 
 def report(run: RunDir) -> Document:
-    return document_of(seen(run))
+    return build_document(seen(run))
 
 
 def section(document: Document, key: str) -> Section:

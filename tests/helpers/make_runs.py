@@ -77,7 +77,7 @@ class FakeLauncher:
         return {id_: SchedulerState(state, self.reason, self.starts_at, **self.flags) for id_, state in said.items()}  # type: ignore[arg-type]
 
     def cancel(self, run: RunDir, job: Job) -> None:
-        assert run.cancelled(job.id), "the mark comes first"
+        assert run.is_cancelled(job.id), "the mark comes first"
         self.cancelled.append(job.id)
         self.says[job.id] = "ended"
 

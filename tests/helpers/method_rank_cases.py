@@ -34,7 +34,7 @@ from worker_jobs import (
 )
 
 from tula_cli.optim import orthogonal
-from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
+from tula_cli.optim.adascale_sgd import AdaScale, estimate_noise, gain
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
@@ -42,7 +42,7 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.sampling import permutation
 from tula_cli.worker.entry import run_training
-from tula_cli.worker.ranks import Ranks, joined
+from tula_cli.worker.ranks import Ranks, process_group
 from tula_cli.worker.seeding import stable_seed
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
@@ -72,7 +72,7 @@ def main() -> None:
         grown,
         grown_by_noise,
     )
-    with joined(spec().cluster, handover=folder / "handover") as ranks:
+    with process_group(spec().cluster, handover=folder / "handover") as ranks:
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
 
@@ -94,7 +94,7 @@ def aligned(folder: Path, ranks: Ranks) -> list[bool]:
     subject = trainer(spec(train={"method": "ortho"}), ranks)
     assert isinstance(subject.optimizer, orthogonal.Ortho)
     found, before, orthogonal.ALIGN_EVERY = [], orthogonal.ALIGN_EVERY, 5
-    for count, _ in enumerate(islice(worker_train_loop.steps(subject), 6), 1):
+    for count, _ in enumerate(islice(worker_train_loop.run_steps(subject), 6), 1):
         found.append(_agree(ranks, subject.optimizer.matrices()))
         if count == 3 and ranks.rank == 1:
             with torch.no_grad():
@@ -132,7 +132,7 @@ def _with_layout(sections: dict[str, Any], ranks: Ranks, *, channels_last: bool)
     train = {"epochs": 2, **sections["train"], "channels_last": channels_last}
     job = spec(**{**sections, "model": {"name": "worker_jobs:convolutions"}, "train": train})
     subject = trainer(job, ranks)
-    list(worker_train_loop.steps(subject))
+    list(worker_train_loop.run_steps(subject))
     return subject
 
 
@@ -143,19 +143,21 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     ranks hold the same model after the evaluation.
     """
     plain = trainer(spec(**FREE), ranks)
-    list(worker_train_loop.steps(plain))
+    list(worker_train_loop.run_steps(plain))
     subject = trainer(spec(**FREE, **NORM, dataset={"args": {"size": 640}}), ranks)
-    list(islice(worker_train_loop.steps(subject), 6))
+    list(islice(worker_train_loop.run_steps(subject), 6))
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     with subject.method.evaluating(subject), torch.no_grad():
-        seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.upcoming(subject), 4)]
+        seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.upcoming_micro_batches(subject), 4)]
     own = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
     own.append(torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0))
     expected = torch.tensor(ranks.sum(torch.cat(own).tolist())) / ranks.world
-    evaluation.Evaluator(subject).run()
+    evaluation.Evaluator(subject).evaluate()
     found = torch.cat([norm.running_mean, norm.running_var])
     return {
-        "weights": torch.cat([p.flatten() for p in checkpoint.state(plain, best={})["model"].values()]).tolist(),
+        "weights": torch.cat(
+            [p.flatten() for p in checkpoint.checkpoint_state(plain, best={})["model"].values()]
+        ).tolist(),
         "by_hand": float((found - expected).abs().max()),
         "agree": _agree(ranks, subject.parallel.module.state_dict().values()),
     }
@@ -233,7 +235,7 @@ def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
     entered: list[torch.Tensor] = []
     norm.register_forward_pre_hook(lambda module, _: entered.append(module.running_mean.clone()))
     parameters, everything, after = [], [], []
-    for _ in worker_train_loop.steps(subject):
+    for _ in worker_train_loop.run_steps(subject):
         parameters.append(_agree(ranks, subject.parallel.parameters()))
         everything.append(_agree(ranks, _whole(subject)))
         after.append(norm.running_mean.clone())
@@ -249,7 +251,7 @@ def synchronous(folder: Path, ranks: Ranks) -> bool:
         spec(**NORM, train={"method": "lbt", "epochs": 7}, schedule={"warmup_epochs": 5}),
     ):
         subject = trainer(job, ranks)
-        for _ in islice(worker_train_loop.steps(subject), 30):
+        for _ in islice(worker_train_loop.run_steps(subject), 30):
             pass
         ends.append(weights(subject))
     return same(*ends)
@@ -287,7 +289,7 @@ def against_torch(folder: Path, ranks: Ranks) -> float:
 
 def _train(task: TrainTask, run: RunDir, ranks: Ranks) -> None:
     run_training(task, run, ranks, build_datasets(task.spec))
-    ranks.from_first(0)
+    ranks.broadcast(0)
 
 
 def _broken_off(job: JobSpec, run: RunDir, ranks: Ranks, *, after: int) -> TrainTask:
@@ -304,7 +306,7 @@ def _ended(task: TrainTask, run: RunDir, ranks: Ranks) -> None:
     try:
         _train(task, run, ranks)
     except Interrupted:
-        ranks.from_first(0)
+        ranks.broadcast(0)
 
 
 def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -331,7 +333,7 @@ def relaunched(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def left(folder: Path, ranks: Ranks) -> dict[str, bool]:
     """What leaving between two averages does before it saves."""
     subject = trainer(spec(**POLO, **NORM), ranks)
-    for _ in islice(worker_train_loop.steps(subject), 31):
+    for _ in islice(worker_train_loop.run_steps(subject), 31):
         pass
     before = _agree(ranks, _whole(subject)), subject.apart
     subject.method.join(subject)
@@ -341,7 +343,7 @@ def left(folder: Path, ranks: Ranks) -> dict[str, bool]:
 def scales(folder: Path, ranks: Ranks) -> float:
     """Return the loss scale on this rank where each had found another."""
     subject = trainer(spec(train={**POLO["train"], "precision": "fp16"}), ranks)
-    next(worker_train_loop.steps(subject))
+    next(worker_train_loop.run_steps(subject))
     subject.scaler.update(2.0 ** (ranks.rank + 3))
     subject.apart = True
     subject.method.join(subject)
@@ -355,7 +357,7 @@ def gains(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for precision, accumulate in (("fp32", 1), ("fp32", 2), ("fp16", 1)):
         train = {"method": "adascale", "accumulate": accumulate, "precision": precision}
         subject = _without_overflow(trainer(spec(**still, train=train), ranks))
-        steps = list(islice(worker_train_loop.steps(subject), 4))
+        steps = list(islice(worker_train_loop.run_steps(subject), 4))
         assert isinstance(subject.optimizer, AdaScale)
         expected = _gain_by_hand(spec(**still, train={**train, "method": "lbt"}), ranks)
         found[f"{precision} {accumulate}"] = (len(steps), subject.optimizer.gain, expected)
@@ -378,9 +380,9 @@ def _gain_by_hand(job: Any, ranks: Ranks) -> float:
         pairs.append((total / ranks.world, float(mean.square().sum())))
 
     plain.synchronise, plain.after_backward = False, look
-    list(islice(worker_train_loop.steps(plain), 4))
+    list(islice(worker_train_loop.run_steps(plain), 4))
     both = [
-        estimates(torch.tensor(s), torch.tensor(b), samples=16 // ranks.world, batch=16, reference_batch=8)
+        estimate_noise(torch.tensor(s), torch.tensor(b), samples=16 // ranks.world, batch=16, reference_batch=8)
         for s, b in pairs
     ]
     noise, signal = (sum(float(pair[k]) for pair in both) / len(both) for k in range(2))

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.tree import cut
+from tula_cli.worker.build.batches.tree import slice_batch
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
-from tula_cli.worker.device import process_memory
+from tula_cli.worker.device import read_process_memory
 from tula_cli.worker.measure import rehearsal
 from tula_cli.worker.methods.table import method_of
 
@@ -32,7 +32,7 @@ def measured(spec: JobSpec, batch: Any, size: int) -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = process_memory("VmRSS")
+    before = read_process_memory("VmRSS")
     batch = tree_map(torch.clone, batch)
     model = zoo.build_model(spec, CLASSES)
     if spec.train.activation_checkpointing:
@@ -44,22 +44,22 @@ def measured(spec: JobSpec, batch: Any, size: int) -> int:
         factors = SmallBatch(refresh=1)
         optimizer = TulaOptimizer(optimizer, model=ddp, b_large=size, b_small=size // 4, factors=factors)
     for _ in range(3):
-        with rehearsal.autocast(spec):
-            loss = call.taken(ddp, batch)
+        with rehearsal.fake_autocast(spec):
+            loss = call.compute_loss(ddp, batch)
         loss.backward()
         if isinstance(optimizer, TulaOptimizer):
-            optimizer.small_batch(lambda n: call.taken(model, cut(batch, samples=size, stop=n)))
+            optimizer.small_batch(lambda n: call.compute_loss(model, slice_batch(batch, samples=size, stop=n)))
         optimizer.step()
         optimizer.zero_grad()
-    return process_memory("VmHWM") - before
+    return read_process_memory("VmHWM") - before
 
 
 def case(request: dict) -> dict[str, int]:
     """Return both peaks of one spec, batch and input shape."""
     spec, size = JobSpec.model_validate(request["spec"]), request["batch"]
     batch, item = _text(size, request["length"]) if "length" in request else _images(size, request["shape"])
-    estimate = rehearsal.rehearse(spec, item, classes=CLASSES).measure(size)
-    measured(spec, cut(batch, samples=size, stop=8), 8)  # the libraries' own memory, once
+    estimate = rehearsal.build_fake_step(spec, item, classes=CLASSES).measure(size)
+    measured(spec, slice_batch(batch, samples=size, stop=8), 8)  # the libraries' own memory, once
     return {"estimated": estimate.peak, "measured": measured(spec, batch, size)}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.host.processes import adopting, die_with_parent
+from tula_cli.host.processes import adopt_orphans, die_with_parent
 from tula_cli.run.records.shim import RankResult, ShimPlan
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def _left() -> int:
 if __name__ == "__main__":
     for module in MODULES:
         importlib.import_module(module)
-    with adopting():  # what outlives its rank becomes a child of this process
+    with adopt_orphans():  # what outlives its rank becomes a child of this process
         mine = _serve()
     if mine is None:
         os._exit(0)  # to take torch down in order costs seconds

@@ -24,7 +24,7 @@ from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.parallel import saved_shares
-from tula_cli.worker.ranks import Ranks, joined
+from tula_cli.worker.ranks import Ranks, process_group
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.watching import gradient_noise
@@ -71,7 +71,7 @@ TRAIN = train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    with joined(spec().cluster, handover=folder / "handover") as ranks:
+    with process_group(spec().cluster, handover=folder / "handover") as ranks:
         cases = (trained_alike, held, evaluated, begun, left, damaged, refused, statistics, noisy, probed)
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
@@ -94,7 +94,7 @@ def trained_alike(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
         ends, losses = [], []
         for parallel in ("ddp", "fsdp"):
             subject = trainer(job(kind, parallel), ranks)
-            losses.append([float(step.loss) for step in worker_train_loop.steps(subject)])
+            losses.append([float(step.loss) for step in worker_train_loop.run_steps(subject)])
             ends.append(whole(subject))
             if kind == "ags":
                 assert subject.ags is not None and subject.ags.report()["factors"]
@@ -112,9 +112,9 @@ def held(folder: Path, ranks: Ranks) -> dict[str, int]:
         gradients=sum(p.grad.to_local().nbytes for p in subject.parallel.parameters() if p.grad is not None)  # type: ignore[attr-defined]
     )
     found: dict[str, int] = {}
-    list(islice(worker_train_loop.steps(subject), 1))
+    list(islice(worker_train_loop.run_steps(subject), 1))
     subject.after_backward = None
-    list(islice(worker_train_loop.steps(subject), 1))
+    list(islice(worker_train_loop.run_steps(subject), 1))
     states = [v for state in subject.base.state.values() for v in state.values() if v.ndim]
     return found | {
         "parameters": sum(p.to_local().nbytes for p in subject.parallel.parameters()),  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
             changed = job("momentum", parallel).model_copy(
                 update={"dataset": spec(dataset={"args": {"eval_size": size}}).dataset}
             )
-            result = evaluation.Evaluator(trainer(changed, ranks)).run()
+            result = evaluation.Evaluator(trainer(changed, ranks)).evaluate()
             found[f"{size} {parallel}"] = {name: result.values[name] for name in ("loss", "top1")}
     return found
 
@@ -140,11 +140,11 @@ def begun(folder: Path, ranks: Ranks) -> float:
     """Start shares from a file of whole weights that rank 0 alone can read; return how far they are off."""
     given = {name: torch.randn_like(value) for name, value in build_model(job("adamw", "ddp"), 3).state_dict().items()}
     path = folder / f"first-{ranks.rank}.pt"
-    if ranks.first:
+    if ranks.is_first:
         torch.save(given, path)
     subject = trainer(job("adamw", "fsdp"), ranks)
     section = spec(model={**BLOCKS, "weights": str(path)}).model
-    initial_weights.load(section, subject.parallel.module, first=ranks.first)
+    initial_weights.load_weights(section, subject.parallel.module, first=ranks.is_first)
     mine, theirs = whole(subject), [given]
     dist.broadcast_object_list(theirs, src=0)
     return max(float((mine[name] - theirs[0][name]).abs().max()) for name in mine)
@@ -161,9 +161,9 @@ def left(folder: Path, ranks: Ranks) -> list[str]:
         subject = trainer(TRAIN.spec, ranks)
         found = checkpoint.load_for_all(run, TRAIN.signature, ranks)
         assert found is not None
-        checkpoint.restore(subject, found)
+        checkpoint.restore_checkpoint(subject, found)
         state = whole(subject)
-        if ranks.first:
+        if ranks.is_first:
             torch.save(state, folder / f"{name}.pt")
     return between
 
@@ -172,16 +172,16 @@ def damaged(folder: Path, ranks: Ranks) -> list[Any]:
     """Damage the newest checkpoint; return the name of that which is then found, and of the one before it."""
     run = RunDir(folder / "through")
     newest, before = run.training(TRAIN.signature).checkpoints()[:2]
-    if ranks.first:
+    if ranks.is_first:
         share = next(iter(sorted(newest.glob("*.distcp"))))
         content = bytearray(share.read_bytes())
         content[len(content) // 2] ^= 1
         share.write_bytes(content)
-    ranks.from_first(0)
+    ranks.broadcast(0)
     told: list[str] = []
     found = checkpoint.load_for_all(run, TRAIN.signature, ranks, told.append)
     words = f"the checkpoint {newest.name} ({int(newest.stem)} samples) is damaged, passed over and kept as checkpoints/damaged-{newest.name}"
-    assert told == ([words] if ranks.first else [])
+    assert told == ([words] if ranks.is_first else [])
     return [found and found["folder"].name, before.name]
 
 
@@ -189,14 +189,14 @@ def refused(folder: Path, ranks: Ranks) -> list[str]:
     """Save where rank 0 can make no folder, and where it cannot put a finished one; return what this rank says."""
     subject, found = trainer(job("adamw", "fsdp"), ranks), []
     file, taken = folder / "a-file", folder / "refused" / "1.dcp"
-    if ranks.first:
+    if ranks.is_first:
         file.touch()
         taken.mkdir(parents=True)
         (taken.parent / ".1.dcp.old").touch()
-    ranks.from_first(0)
+    ranks.broadcast(0)
     for path in (file / "0.dcp", taken):
         try:
-            checkpoint.write_shares(path, subject, best={})
+            checkpoint.write_sharded(path, subject, best={})
         except CannotWrite as error:
             found.append(str(error).splitlines()[0])
     return found
@@ -208,17 +208,20 @@ def statistics(folder: Path, ranks: Ranks) -> list[float]:
     model, path = subject.parallel.module, folder / "statistics" / "1.dcp"
     for name in ("mean", "variance", "more"):
         model.register_buffer(name, torch.full((4,), float(ranks.rank)))
-    checkpoint.write_shares(path, subject, best={})
+    checkpoint.write_sharded(path, subject, best={})
     for buffer in model.buffers():
         buffer.fill_(-1)
-    saved_shares.load(path, model, subject.base)
+    saved_shares.load_sharded(path, model, subject.base)
     return [float(value) for buffer in model.buffers() for value in buffer]
 
 
 def noisy(folder: Path, ranks: Ranks) -> list[dict[str, Any]]:
     """Return the gradient norms of a copy of the model, and of shares of it."""
     kinds = ("ddp", "fsdp")
-    return [gradient_noise.measure(trainer(job("momentum", kind), ranks), batches=8)["stats"] for kind in kinds]
+    return [
+        gradient_noise.measure_gradient_noise(trainer(job("momentum", kind), ranks), batches=8)["stats"]
+        for kind in kinds
+    ]
 
 
 def probed(folder: Path, ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from tula_cli.worker import preemption
 from tula_cli.worker.train import training_log
 
-preemption.SECONDS = training_log.LOG_SECONDS = 0.2
+preemption.CHECK_SECONDS = training_log.LOG_SECONDS = 0.2
 
 FEATURES, SIDE = 500, 256
 

@@ -174,7 +174,7 @@ def trainer(
 ) -> worker_train_loop.Trainer:
     """Return a fresh trainer of a job."""
     task = train_task(job, batch=batch)
-    return worker_train_loop.build(
+    return worker_train_loop.build_trainer(
         task, ranks, datasets or build_datasets(job), batch=batch, workers=workers, refresh=True
     )
 
@@ -182,7 +182,7 @@ def trainer(
 def trained(job: JobSpec, ranks: Ranks, **how: Any) -> tuple[dict[str, torch.Tensor], list[worker_train_loop.Step]]:
     """Train a job to its end; return the final weights and the steps."""
     subject = trainer(job, ranks, **how)
-    steps = list(worker_train_loop.steps(subject))
+    steps = list(worker_train_loop.run_steps(subject))
     return weights(subject), steps
 
 

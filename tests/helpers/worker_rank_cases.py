@@ -28,9 +28,9 @@ from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.device import lift_memory_limit, limit_memory
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.looks.gradients import GradientNormRecorder
-from tula_cli.worker.measure.probe import Blocks, run_probes
+from tula_cli.worker.measure.probe import StepBlocks, run_probes
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
-from tula_cli.worker.ranks import Ranks, joined
+from tula_cli.worker.ranks import Ranks, process_group
 from tula_cli.worker.train import checkpoint, evaluation, hessian, tuning
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -54,7 +54,7 @@ WIDE = {"model": {"name": "worker_jobs:wide"}}
 
 def main() -> None:
     folder, job = Path(sys.argv[1]), spec()
-    with joined(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
+    with process_group(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
         found = {
             case.__name__: case(folder, ranks)
             for case in (
@@ -90,7 +90,7 @@ def left(folder: Path, ranks: Ranks) -> dict[str, Any]:
         while asked < 10_000:
             asked += 1
             if ranks.rank == 1 and asked == 7:
-                subject._take()
+                subject._on_signal()
             time.sleep(0.001)
             subject.check(reserve=0.0)
     except Preempted as reason:
@@ -102,9 +102,9 @@ def begun(folder: Path, ranks: Ranks) -> bool:
     """Start from a file that rank 0 alone can read; return whether this rank has its weights."""
     given = {name: torch.full_like(value, 0.5) for name, value in build_model(spec(), 3).state_dict().items()}
     own, path = build_model(spec(), 3), folder / f"first-{ranks.rank}.pt"
-    if ranks.first:
+    if ranks.is_first:
         torch.save(given, path)
-    initial_weights.load(spec(model={"weights": str(path)}).model, own, first=ranks.first)
+    initial_weights.load_weights(spec(model={"weights": str(path)}).model, own, first=ranks.is_first)
     return all(torch.equal(value, given[name]) for name, value in own.state_dict().items())
 
 
@@ -135,7 +135,7 @@ def buckets(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def curved(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Return the curvature of a model as it is built; an odd number of samples shares itself unevenly."""
-    found = hessian.measure(trainer(spec(**NETWORK), ranks), samples=25)
+    found = hessian.measure_curvature(trainer(spec(**NETWORK), ranks), samples=25)
     return vars(found) | {"seconds": 0.0}
 
 
@@ -208,14 +208,14 @@ def resumed(folder: Path, ranks: Ranks) -> list[bool]:
     whole = _rank_0s(trained(job, ranks)[0], folder, ranks)
     for after in (4, 6, 9):
         first = trainer(job, ranks)
-        for _ in islice(worker_train_loop.steps(first), after):
+        for _ in islice(worker_train_loop.run_steps(first), after):
             pass
-        if ranks.first:
-            checkpoint.write(path, checkpoint.state(first, best={}))
-        ranks.from_first(0)
+        if ranks.is_first:
+            checkpoint.write_checkpoint(path, checkpoint.checkpoint_state(first, best={}))
+        ranks.broadcast(0)
         second = trainer(job, ranks)
-        checkpoint.restore(second, torch.load(path, weights_only=True))
-        for _ in worker_train_loop.steps(second):
+        checkpoint.restore_checkpoint(second, torch.load(path, weights_only=True))
+        for _ in worker_train_loop.run_steps(second):
             pass
         found.append(same(_rank_0s(weights(second), folder, ranks), whole))
     return found
@@ -224,17 +224,17 @@ def resumed(folder: Path, ranks: Ranks) -> list[bool]:
 def _rank_0s(state: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> dict[str, torch.Tensor]:
     """Return the state with rank 0's running statistics: those of other ranks are never used."""
     path = folder / "rank0.pt"
-    if ranks.first:
+    if ranks.is_first:
         torch.save(state, path)
-    ranks.from_first(0)
+    ranks.broadcast(0)
     theirs: dict[str, torch.Tensor] = torch.load(path)
-    ranks.from_first(0)
+    ranks.broadcast(0)
     return {name: theirs[name] if "running" in name else value for name, value in state.items()}
 
 
 def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
     subject = trainer(spec(**MEASURED), ranks)
-    return vars(evaluation.Evaluator(subject).run())
+    return vars(evaluation.Evaluator(subject).evaluate())
 
 
 def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
@@ -242,10 +242,10 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
     job = spec(train={"accumulate": 2}, model={"args": {"norm": True}})
     subject = trainer(job, ranks)
     subject.after_backward = lambda: None
-    list(islice(worker_train_loop.steps(subject), 1))  # DDP has reduced by itself
+    list(islice(worker_train_loop.run_steps(subject), 1))  # DDP has reduced by itself
     spy = GradientNormRecorder.attach(subject)
-    list(spy.watch(islice(worker_train_loop.steps(subject), 3), subject.scaler))
-    list(islice(worker_train_loop.steps(subject), 1))  # not watched
+    list(spy.watch(islice(worker_train_loop.run_steps(subject), 3), subject.scaler))
+    list(islice(worker_train_loop.run_steps(subject), 1))  # not watched
     plain, expected = trainer(job, ranks), []
 
     def look() -> None:
@@ -255,7 +255,7 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
         expected.append((total / ranks.world, float(mean.square().sum())))
 
     plain.synchronise, plain.after_backward = False, look
-    list(islice(worker_train_loop.steps(plain), 4))
+    list(islice(worker_train_loop.run_steps(plain), 4))
     return [spy.pairs(), expected[1:]]
 
 
@@ -265,7 +265,7 @@ def hooked(folder: Path, ranks: Ranks) -> bool:
     for watched in (True, False):
         subject = trainer(spec(**NETWORK), ranks)
         spy = GradientNormRecorder.attach(subject) if watched else None
-        steps = islice(worker_train_loop.steps(subject), 5)
+        steps = islice(worker_train_loop.run_steps(subject), 5)
         list(spy.watch(steps, subject.scaler) if spy else steps)
         ends.append(weights(subject))
     return same(*ends)
@@ -275,8 +275,8 @@ def timed(folder: Path, ranks: Ranks) -> list[int]:
     """Return the steps of two windows that the ranks, each by its own clock, would end elsewhere."""
     subject, found = trainer(spec(), ranks), []
     for own in ((3, 9), (8, 2)):
-        blocks = Blocks(subject, lambda times, most=own[ranks.rank]: min(2, most - len(times)))  # type: ignore[misc]
-        blocks.take(worker_train_loop.steps(subject))
+        blocks = StepBlocks(subject, lambda times, most=own[ranks.rank]: min(2, most - len(times)))  # type: ignore[misc]
+        blocks.run(worker_train_loop.run_steps(subject))
         found.append(len(blocks.steps))
     return found
 
@@ -299,10 +299,10 @@ def trained_twice(folder: Path, ranks: Ranks) -> None:
     run, data = RunDir(folder / "train"), build_datasets(TRAIN.spec)
     run_training(TRAIN, run, ranks, data)
     run_training(TRAIN, run, ranks, data)
-    if ranks.first:
+    if ranks.is_first:
         (run.training(TRAIN.signature).path / "result.json").unlink()
         run.training(TRAIN.signature).checkpoints()[0].write_bytes(b"damaged")
-    ranks.from_first(0)
+    ranks.broadcast(0)
     run_training(TRAIN, run, ranks, data)
 
 
@@ -310,7 +310,7 @@ def tuned(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Let a training tune itself; return the rank's choice, where it stood, and whether it ends at rank 0's weights."""
     run, data = RunDir(folder / "tuned"), build_datasets(TUNED.spec)
     run_training(TUNED, run, ranks, data)
-    choice = tuning.chosen(TUNED, run, ranks)
+    choice = tuning.load_choice(TUNED, run, ranks)
     assert choice is not None
     saved = torch.load(run.training(TUNED.signature).path / "last", weights_only=True)
     return {"arm": choice.arm.model_dump(mode="json"), "epoch": choice.epoch, "steps": saved["position"]["steps"]}

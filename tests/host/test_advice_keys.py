@@ -13,15 +13,15 @@ from tula_cli.errors import Infeasible, TulaError
 from tula_cli.host.device_faults import DEVICE_FAULTS
 from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice
-from tula_cli.models.observations import require_some
+from tula_cli.models.observations import require_measurements
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.tasks import TrainTask, probe_id
 from tula_cli.services import profile
-from tula_cli.services.progress.ending import failure_of
-from tula_cli.services.search import feasible
+from tula_cli.services.progress.ending import error_of_training
+from tula_cli.services.search import feasible_candidates
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import names
 from tula_cli.spec.scripts.section import OWN_LOOP, TRAIN
@@ -63,13 +63,13 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
     for name, words in WORDS.items():
         yield name, advice("device_fault", words, spec=spec)
     with pytest.raises(Infeasible) as caught:
-        feasible(spec, dataset_size=10_000, max_local_batch=1)
+        feasible_candidates(spec, dataset_size=10_000, max_local_batch=1)
     yield "before anything ran", caught.value.hint
     make.add_out_of_memory(run, 1, 16)
     oom = run.result(probe_id(1, 16))
     assert isinstance(oom, OutOfMemory)
     with pytest.raises(Infeasible) as caught:
-        require_some([], [oom], [], script=spec.script is not None)
+        require_measurements([], [oom], [], script=spec.script is not None)
     yield "in every probe", caught.value.hint
 
 
@@ -78,7 +78,7 @@ def _end_of_training(run: RunDir, outcome: OutcomeClass) -> TulaError:
     task = run.training("ab12cd34").newest_task()
     assert isinstance(task, TrainTask)
     last = make.attempt(task.id, end=2e9, outcome=outcome, message="so it was", rank=0)
-    return failure_of(task, [last], kept=0)
+    return error_of_training(task, [last], saved_samples=0)
 
 
 def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaError:
@@ -90,7 +90,7 @@ def _end_of_probes(spec: JobSpec, outcome: OutcomeClass, folder: Path) -> TulaEr
         make.add_failed(run, 1, 32, "so it was", outcome=outcome)
     plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
     with pytest.raises(TulaError) as caught:
-        profile.report(run, plan)
+        profile.profile_report(run, plan)
     return caught.value
 
 

@@ -6,7 +6,7 @@ frames around them are made here.
 
 import pytest
 
-from tula_cli.host.outcome import advice, classify, root, telling_line
+from tula_cli.host.outcome import advice, classify, find_root_failure, find_telling_line
 from tula_cli.run.records.jobs import Failure
 
 ASYNCHRONOUS = "kernel errors might be asynchronously reported at some other API call."
@@ -196,14 +196,14 @@ def test_each_form_is_of_its_class(outcome: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", FORMS["device_fault"] + FORMS["device_error"])
 def test_the_line_that_tells_of_a_fault_is_found_in_a_log(text: str) -> None:
-    told = telling_line(f"epoch 1\nloss 0.3\n{text}\nlast words of a peer\n")
+    told = find_telling_line(f"epoch 1\nloss 0.3\n{text}\nlast words of a peer\n")
     assert told
     assert told in text
     assert classify(told) in ("device_fault", "device_error")
 
 
 def test_other_endings_have_no_such_line() -> None:
-    assert all(telling_line(text) == "" for outcome in ("device_oom", "peer") for text in FORMS[outcome])
+    assert all(find_telling_line(text) == "" for outcome in ("device_oom", "peer") for text in FORMS[outcome])
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,6 @@ def test_a_faulty_device_outweighs_what_the_others_say() -> None:
             task="t", attempt=1, rank=int(at), host=f"n{at:g}", pid=1, outcome=outcome, message="", detail="", failed_at=at
         )  # fmt: skip
 
-    found = root([failure("user", 1), failure("peer", 2), failure("device_fault", 3)])
+    found = find_root_failure([failure("user", 1), failure("peer", 2), failure("device_fault", 3)])
     assert found is not None
     assert found.host == "n3"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tula_cli.host import devices, leftovers
-from tula_cli.host.leftovers import MARK, GpuMemory, mark, reap
-from tula_cli.host.processes import started
+from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers, make_mark
+from tula_cli.host.processes import start_time
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_inherited_device_files_are_closed_and_nothing_else(stand_in: Path) -> N
 
 
 def test_who_holds_a_device_is_seen_by_its_files(stand_in: Path) -> None:
-    assert os.getpid() not in devices.holders()
+    assert os.getpid() not in devices.device_holders()
     with stand_in.open():
-        assert os.getpid() in devices.holders()
-        assert any(told.startswith(f"pid {os.getpid()} (") for told in devices.told_holders())
+        assert os.getpid() in devices.device_holders()
+        assert any(told.startswith(f"pid {os.getpid()} (") for told in devices.describe_holders())
 
 
 def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,28 +107,30 @@ def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest
 
 
 def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: Path) -> None:
-    own = mark(tmp_path, "train-s-1", "12.0", 1)
+    own = make_mark(tmp_path, "train-s-1", "12.0", 1)
     marks = {
         "earlier attempt": own,
-        "earlier job of the chain": mark(tmp_path, "train-s-1", "11.0", 7),
-        "another supervisor": mark(tmp_path, "train-s-1", "12.0", 0),
-        "another training": mark(tmp_path, "train-z-1", "11.0", 1),
-        "another run": mark(tmp_path / "other", "train-s-1", "11.0", 1),
+        "earlier job of the chain": make_mark(tmp_path, "train-s-1", "11.0", 7),
+        "another supervisor": make_mark(tmp_path, "train-s-1", "12.0", 0),
+        "another training": make_mark(tmp_path, "train-z-1", "11.0", 1),
+        "another run": make_mark(tmp_path / "other", "train-s-1", "11.0", 1),
         "no mark of ours": "train-s-1",
         "spared": own,
     }
     running = {
-        name: subprocess.Popen(["sleep", "60"], env={MARK: value, "PATH": "/usr/bin:/bin"}, start_new_session=True)
+        name: subprocess.Popen(
+            ["sleep", "60"], env={MARK_VARIABLE: value, "PATH": "/usr/bin:/bin"}, start_new_session=True
+        )
         for name, value in marks.items()
     }
     foreign = subprocess.Popen(["sleep", "60"], env={"PATH": "/usr/bin:/bin"})
     try:
         expected = {running["earlier attempt"].pid, running["earlier job of the chain"].pid}
-        assert set(reap(own, spare=[running["spared"].pid])) == expected
-        alive = {name for name, process in running.items() if started(process.pid) is not None}
+        assert set(kill_leftovers(own, spare=[running["spared"].pid])) == expected
+        alive = {name for name, process in running.items() if start_time(process.pid) is not None}
         assert alive == {"another supervisor", "another training", "another run", "no mark of ours", "spared"}
-        assert started(foreign.pid) is not None
-        assert reap(own, spare=[running["spared"].pid]) == []
+        assert start_time(foreign.pid) is not None
+        assert kill_leftovers(own, spare=[running["spared"].pid]) == []
     finally:
         for process in (*running.values(), foreign):
             process.kill()
@@ -136,10 +138,10 @@ def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: P
 
 
 def test_a_supervisor_that_was_started_under_a_mark_does_not_kill_itself(tmp_path: Path) -> None:
-    own = mark(tmp_path, "train-s-1", "", 0)
-    program = "import sys; from tula_cli.host.leftovers import reap; print(reap(sys.argv[1]))"
+    own = make_mark(tmp_path, "train-s-1", "", 0)
+    program = "import sys; from tula_cli.host.leftovers import kill_leftovers; print(kill_leftovers(sys.argv[1]))"
     command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, own]
-    ended = subprocess.run(command, env={**os.environ, MARK: own}, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env={**os.environ, MARK_VARIABLE: own}, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
 
 
@@ -150,26 +152,26 @@ def test_a_supervisor_that_was_started_under_a_mark_does_not_kill_itself(tmp_pat
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of /dev and of the kernel's list of AMD's nodes, with a driver at work."""
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(devices, "PRESENCE", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(devices, "GPU_DRIVER_FILES", (str(tmp_path / "nvidiactl"),))
     monkeypatch.setattr(devices, "DEV", tmp_path)
     monkeypatch.setattr(devices, "KFD", tmp_path / "nodes")
-    for name in devices.VISIBLE:
+    for name in devices.VISIBILITY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
 def test_gpus_are_counted_by_their_drivers_files(driver: Path) -> None:
-    assert devices.count() == 1, "a driver that lists none, as under WSL"
+    assert devices.gpu_count() == 1, "a driver that lists none, as under WSL"
     for name in ("nvidia0", "nvidia1", "nvidia-uvm", "nvidia-caps"):
         (driver / name).touch()
-    assert devices.count() == 2
+    assert devices.gpu_count() == 2
 
 
 def test_amds_processors_are_no_gpus(driver: Path) -> None:
     for number, name in enumerate(("0", "4098", "51230", "1")):
         (driver / "nodes" / str(number)).mkdir(parents=True)
         (driver / "nodes" / str(number) / "gpu_id").write_text(f"{name}\n")
-    assert devices.count() == 3
+    assert devices.gpu_count() == 3
 
 
 HIDDEN = [("0,2", 2), ("GPU-4ad7,", 1), ("", 0), ("-1", 0)]
@@ -191,7 +193,7 @@ def test_those_that_are_visible_and_there_count(
     for number in range(4):
         (driver / f"nvidia{number}").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.count() == seen
+    assert devices.gpu_count() == seen
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_of_amds_gpus_hip_takes_from_what_its_driver_leaves(
         (driver / "nodes" / str(number) / "gpu_id").write_text(f"{number}\n")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert devices.count() == seen
+    assert devices.gpu_count() == seen
 
 
 def test_amds_variables_hide_none_of_nvidias(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,15 +227,15 @@ def test_amds_variables_hide_none_of_nvidias(driver: Path, monkeypatch: pytest.M
         (driver / f"nvidia{number}").touch()
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
-    assert devices.count() == 2
+    assert devices.gpu_count() == 2
 
 
 def test_where_the_driver_lists_none_the_variable_tells(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert devices.count() == 2
+    assert devices.gpu_count() == 2
 
 
 def test_without_a_driver_there_is_none(driver: Path) -> None:
     (driver / "nvidia0").touch()
     (driver / "nvidiactl").unlink()
-    assert devices.count() == 0
+    assert devices.gpu_count() == 0

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.outcome import advice, classify, telling_line
+from tula_cli.host.outcome import advice, classify, find_telling_line
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "failure_texts.yaml").read_text())
 MEMORY = ("host_oom", "device_oom")
@@ -38,7 +38,7 @@ def test_the_table_is_large_enough() -> None:
     "row", [row for row in ROWS if row["expect"] in ("storage", "host_limit", "diverged")], ids=lambda row: row["name"]
 )
 def test_one_line_tells_what_failed(row: dict[str, str]) -> None:
-    line = telling_line(row["text"])
+    line = find_telling_line(row["text"])
     assert line and line in row["text"]
 
 

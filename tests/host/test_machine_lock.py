@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tula_cli.host import devices, machine_lock
-from tula_cli.host.machine_lock import TicketHolder, Untrusted, folder, tickets, waiting_words
+from tula_cli.host.machine_lock import TicketHolder, UntrustedFolder, describe_waiting, living_tickets, ticket_folder
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +33,21 @@ def probe(name: str, *names: str) -> TicketHolder:
 
 def test_a_waiting_probe_says_for_whom_it_waits_and_its_place() -> None:
     first, second, third = probe("a", "gpu 0"), probe("b", "gpu 0", "gpu 1"), probe("c", "gpu 1")
-    assert first.ahead() == [] and waiting_words("a of /runs/one") == ""
-    assert second.ahead() == [first.ticket]
-    assert third.ahead() == [second.ticket], "it shares no device with the first"
+    assert first.probes_to_wait_for() == [] and describe_waiting("a of /runs/one") == ""
+    assert second.probes_to_wait_for() == [first.ticket]
+    assert third.probes_to_wait_for() == [second.ticket], "it shares no device with the first"
     assert (
-        waiting_words("b of /runs/one")
+        describe_waiting("b of /runs/one")
         == f"waiting for a of /runs/one (process {os.getpid()}, GPU 0) to finish measuring; place 1 in the queue of this machine"
     )
     fourth = probe("d", "gpu 0")
-    assert fourth.ahead() == [first.ticket, second.ticket] and "place 2 " in waiting_words("d of /runs/one")
+    assert fourth.probes_to_wait_for() == [first.ticket, second.ticket] and "place 2 " in describe_waiting(
+        "d of /runs/one"
+    )
     first.close()
-    assert second.ahead() == [] and fourth.ahead() == [second.ticket]
+    assert second.probes_to_wait_for() == [] and fourth.probes_to_wait_for() == [second.ticket]
     second.close()
-    assert third.ahead() == [] == fourth.ahead()
+    assert third.probes_to_wait_for() == [] == fourth.probes_to_wait_for()
 
 
 # devices of two probes, and whether the later one waits
@@ -67,7 +69,7 @@ CONFLICTS = [
 @pytest.mark.parametrize(("first", "second", "waits"), CONFLICTS)
 def test_only_probes_that_share_a_device_wait_for_each_other(first: list[str], second: list[str], waits: bool) -> None:
     earlier, later = probe("a", *first), probe("b", *second)
-    assert bool(later.ahead()) is waits and not earlier.ahead()
+    assert bool(later.probes_to_wait_for()) is waits and not earlier.probes_to_wait_for()
     earlier.close()
     later.close()
 
@@ -75,10 +77,12 @@ def test_only_probes_that_share_a_device_wait_for_each_other(first: list[str], s
 def test_nobody_waits_for_a_training_and_a_probe_sees_it() -> None:
     training = TicketHolder("train-x of /runs/one", ["core 0", "core 1"], measures=False)
     measuring = probe("a", "core 1")
-    assert measuring.ahead() == [] and [one.holder for one in measuring.trainings()] == ["train-x of /runs/one"]
-    assert probe("b", "core 7").trainings() == []
+    assert measuring.probes_to_wait_for() == [] and [one.holder for one in measuring.conflicting_trainings()] == [
+        "train-x of /runs/one"
+    ]
+    assert probe("b", "core 7").conflicting_trainings() == []
     training.close()
-    assert measuring.trainings() == []
+    assert measuring.conflicting_trainings() == []
 
 
 def test_one_ticket_a_process_is_left_where_none_is_given_back() -> None:
@@ -86,9 +90,9 @@ def test_one_ticket_a_process_is_left_where_none_is_given_back() -> None:
     child = subprocess.run(
         [sys.executable, "-c", code, ":".join(sys.path)], capture_output=True, text=True, check=False
     )
-    assert child.stdout == "drawn\n" and len(list(folder().iterdir())) == 1
-    assert tickets() == [], "a dead one is passed over at once"
-    assert probe("a", "gpu 0").ahead() == [] and len(list(folder().iterdir())) == 1
+    assert child.stdout == "drawn\n" and len(list(ticket_folder().iterdir())) == 1
+    assert living_tickets() == [], "a dead one is passed over at once"
+    assert probe("a", "gpu 0").probes_to_wait_for() == [] and len(list(ticket_folder().iterdir())) == 1
 
 
 # what XDG_RUNTIME_DIR is, and whether the folder of tickets is in it
@@ -124,7 +128,7 @@ def test_tickets_are_under_the_session_folder_or_in_tmp_by_user(
         (places / "elsewhere").mkdir(mode=0o700)
         runtime.touch() if kind == "a file" else runtime.symlink_to(places / "elsewhere")
     expected = runtime / "tula" if used else places / f"tula-{os.getuid()}"
-    assert folder() == expected and expected.stat().st_mode & 0o777 == 0o700
+    assert ticket_folder() == expected and expected.stat().st_mode & 0o777 == 0o700
 
 
 def _refused(under: Path, make):
@@ -154,51 +158,51 @@ def test_what_another_user_has_put_into_tmp_is_not_used(
         place.chmod(0o777)
     else:
         place.touch() if kind == "a file" else os.mkfifo(place)
-    with pytest.raises(Untrusted, match="not a folder of this user's alone"):
+    with pytest.raises(UntrustedFolder, match="not a folder of this user's alone"):
         probe("a", "gpu 0")
-    assert tickets() == [] and waiting_words("a of /runs/one") == ""
+    assert living_tickets() == [] and describe_waiting("a of /runs/one") == ""
 
 
 def test_a_session_folder_that_is_removed_at_logout_is_made_anew(places: Path) -> None:
     first, second = probe("a", "gpu 0"), probe("b", "gpu 0")
-    for path in folder().iterdir():
+    for path in ticket_folder().iterdir():
         path.unlink()
-    folder().rmdir()
-    assert first.ahead() == [], "the first to look draws the first ticket"
-    assert second.ahead() == [first.ticket]
+    ticket_folder().rmdir()
+    assert first.probes_to_wait_for() == [], "the first to look draws the first ticket"
+    assert second.probes_to_wait_for() == [first.ticket]
 
 
 def test_a_number_that_another_probe_has_drawn_anew_is_not_taken_for_the_old_ticket(places: Path) -> None:
     first, second = probe("a", "gpu 0"), probe("b", "gpu 0")
-    shutil.rmtree(folder())
-    assert second.ahead() == [] and second.ticket.number == 1, "the first to look draws the first ticket"
-    assert first.ahead() == [second.ticket], "although its own old number is 1"
+    shutil.rmtree(ticket_folder())
+    assert second.probes_to_wait_for() == [] and second.ticket.number == 1, "the first to look draws the first ticket"
+    assert first.probes_to_wait_for() == [second.ticket], "although its own old number is 1"
     first.close()
-    assert tickets() == [second.ticket]
+    assert living_tickets() == [second.ticket]
 
 
 def test_a_ticket_that_cannot_be_drawn_anew_closes_no_file_of_others(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticket = probe("a", "gpu 0")
-    shutil.rmtree(folder())
+    shutil.rmtree(ticket_folder())
     with monkeypatch.context() as patch:
-        patch.setattr(machine_lock, "folder", lambda: (_ for _ in ()).throw(OSError("no space")))
+        patch.setattr(machine_lock, "ticket_folder", lambda: (_ for _ in ()).throw(OSError("no space")))
         with pytest.raises(OSError, match="no space"):
-            ticket.ahead()
+            ticket.probes_to_wait_for()
         with open(os.devnull) as other:  # it gets the number of the descriptor that was closed
             with pytest.raises(OSError, match="no space"):
-                ticket.ahead()
+                ticket.probes_to_wait_for()
             ticket.close()
             assert other.read() == ""
-    assert ticket.ahead() == [] and len(tickets()) == 1, "it is drawn once that works"
+    assert ticket.probes_to_wait_for() == [] and len(living_tickets()) == 1, "it is drawn once that works"
     ticket.close()
 
 
 def test_a_ticket_of_another_version_is_waited_for(places: Path) -> None:
     other = probe("a", "gpu 0")
-    (folder() / "1").write_text("{}")
-    assert probe("b", "gpu 5").ahead()[0].holder == "another process"
+    (ticket_folder() / "1").write_text("{}")
+    assert probe("b", "gpu 5").probes_to_wait_for()[0].holder == "another process"
     other.close()
 
 
@@ -226,7 +230,7 @@ def test_gpus_are_named_alike_in_all_processes(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for number in range(4):
         (tmp_path / f"nvidia{number}").touch()
-    monkeypatch.setattr(devices, "PRESENCE", (str(tmp_path / "nvidia0"),))
+    monkeypatch.setattr(devices, "GPU_DRIVER_FILES", (str(tmp_path / "nvidia0"),))
     monkeypatch.setattr(devices, "DEV", tmp_path)
     rows = [[str(number), f"GPU-{'ABCD'[number]}", "H100"] for number in range(4)]
     monkeypatch.setattr(devices, "_nvidia_smi", lambda *_: rows)
@@ -246,7 +250,7 @@ def test_processors_of_one_core_are_one_device(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(machine_lock, "CORES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 7})
     assert machine_lock.core_devices() == ["core 0", "core 1", "core 7"]
-    assert machine_lock.device_words(["core 0", "core 1", "core 2", "core 7"]) == "cores 0-2, 7"
+    assert machine_lock.describe_devices(["core 0", "core 1", "core 2", "core 7"]) == "cores 0-2, 7"
 
 
 _WORKER = """
@@ -263,7 +267,7 @@ for turn in range(turns):
         os.write(out, line.encode())
     out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     note("drawn")
-    while ticket.ahead():
+    while ticket.probes_to_wait_for():
         time.sleep(0.002)
     note("begin")
     time.sleep(chance.uniform(0, 0.02))
@@ -317,16 +321,12 @@ def stress(places: Path, *, acquisitions: int, processes: int, seed: int) -> tup
         elif what == "begin":
             last[pid][1] = at
     complete = [turn for turn in turns_had if turn[1] is not None]
-    for (
-        drawn,
-        begun,
-        ticket,
-        names,
-    ) in complete:  # of two that share a device and waited together the earlier one went first
+    # of two that share a device and waited together the earlier one went first
+    for drawn, begun, ticket, names in complete:
         for later_drawn, later_begun, later_ticket, later_names in complete:
             if ticket < later_ticket and drawn < later_drawn < begun and names & later_names:
                 assert begun <= later_begun, "the later one went first"
-    assert tickets() == []
+    assert living_tickets() == []
     return had, kills
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tula_cli.errors import Diverged
-from tula_cli.host.outcome import advice, classify, root
+from tula_cli.host.outcome import advice, classify, find_root_failure
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
 
@@ -158,17 +158,17 @@ def failure(outcome, at, *, rank=0, message=""):
 )
 def test_the_root_of_several_failures(outcomes, expected):
     failures = [failure(outcome, at, rank=at) for at, outcome in enumerate(outcomes)]
-    assert root(failures).outcome == expected
-    assert root(reversed(failures)).outcome == expected
+    assert find_root_failure(failures).outcome == expected
+    assert find_root_failure(reversed(failures)).outcome == expected
 
 
 def test_among_equals_the_earliest_is_the_root():
-    assert root([failure("user", 5.0, rank=0), failure("user", 4.0, rank=7)]).rank == 7
+    assert find_root_failure([failure("user", 5.0, rank=0), failure("user", 4.0, rank=7)]).rank == 7
 
 
 def test_a_rank_that_was_told_to_end_is_not_the_root():
     told = failure("signal", 3.0, message="exitcode: -15 (SIGTERM)")
-    assert root([told, failure("peer", 2.0)]).outcome == "peer"
+    assert find_root_failure([told, failure("peer", 2.0)]).outcome == "peer"
 
 
 def test_a_divergence_is_known_by_its_error_whatever_was_handled_meanwhile():
@@ -182,7 +182,7 @@ def test_a_divergence_is_known_by_its_error_whatever_was_handled_meanwhile():
 
 
 def test_no_failure_has_no_root():
-    assert root([]) is None
+    assert find_root_failure([]) is None
 
 
 @pytest.mark.parametrize("outcome", get_args(OutcomeClass))

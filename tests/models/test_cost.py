@@ -9,13 +9,13 @@ from make_results import spec
 from tula_cli.models.cost import (
     INTERRUPTION_SECONDS,
     TrainingTime,
-    Work,
+    WorkCount,
     checkpoint_interval,
     cost,
+    count_work,
+    describe_price,
     interruption_rate,
-    price_words,
     training_seconds,
-    work,
 )
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.recommendations import TimeParts
@@ -24,8 +24,8 @@ from tula_cli.spec.resources import UNPRICED, Pricing, Spot
 NOTHING = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
 
 
-def count(batch: int = 512, *, world: int = 8, dataset_size: int = 50_000, **sections: object) -> Work:
-    return work(
+def count(batch: int = 512, *, world: int = 8, dataset_size: int = 50_000, **sections: object) -> WorkCount:
+    return count_work(
         spec(**sections), batch=batch, world=world, dataset_size=dataset_size, eval_size=10_000, eval_batch_size=64
     )
 
@@ -58,7 +58,7 @@ def test_eq_4a_is_epochs_times_steps_times_step_time() -> None:
 
 def test_wall_clock_time_counts_what_is_beside_the_steps() -> None:
     overheads = Overheads(startup=30, eval_batch=0.5, eval_batch_size=64, checkpoint=2, refresh=3)
-    todo = Work(epochs=10, steps=100, eval_batches=4, refreshes=10)
+    todo = WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10)
     beside_saving = 30 + 10 * (100 * 4.0 + 4 * 0.5) + 10 * 3
 
     def saved(every: float | None) -> float:
@@ -75,7 +75,7 @@ def test_wall_clock_time_counts_what_is_beside_the_steps() -> None:
 def test_the_parts_of_a_training_are_its_whole_time(step_time: float, every: float, tunes: bool) -> None:
     overheads = Overheads(startup=30, eval_batch=0.5, eval_batch_size=64, checkpoint=2, refresh=3)
     branches = {"branches": 4, "branch_steps": 50, "branch_evals": 2} if tunes else {}
-    time = TrainingTime(Work(epochs=10, steps=100, eval_batches=4, refreshes=10, **branches), overheads, every)
+    time = TrainingTime(WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10, **branches), overheads, every)
     parts = TimeParts(**time.parts(step_time, data_wait=0.001))
     assert parts.total == pytest.approx(3600 * time.hours(step_time))
     assert (parts.evaluation, parts.rest, parts.data) == (20.0, 30.0, pytest.approx(1.0))
@@ -109,12 +109,12 @@ def test_a_node_hour_is_its_gpu_hours(hours: float, nodes: int, gpus: int) -> No
 
 def test_a_price_is_told_with_unit_and_source() -> None:
     pricing = Pricing(kind="gb_hour", price=0.15, currency="USD", source="list price 2025")
-    assert price_words(pricing) == "0.15 USD per hour and GB of reserved GPU memory (list price 2025)"
+    assert describe_price(pricing) == "0.15 USD per hour and GB of reserved GPU memory (list price 2025)"
     dated = Pricing(price=2, source="a list", date="2025-11-30", spot=Spot(discount=0.6, interruptions_per_day=0.5))
-    assert price_words(dated) == (
+    assert describe_price(dated) == (
         "2 USD per node-hour (a list, 2025-11-30); spot 60% off, 0.5 interruptions a day and node"
     )
-    assert "none is given" in price_words(UNPRICED)
+    assert "none is given" in describe_price(UNPRICED)
 
 
 @given(st.floats(0.01, 1e4), st.floats(0.01, 100), st.sampled_from(["on_demand", "spot"]))
@@ -130,7 +130,7 @@ def test_cost_grows_with_hours(hours: float, price: float, market: str) -> None:
 
 # --- spot nodes
 
-TODO = Work(epochs=3, steps=1000, eval_batches=10, refreshes=3)
+TODO = WorkCount(epochs=3, steps=1000, eval_batches=10, refreshes=3)
 OVERHEADS = Overheads(startup=60, eval_batch=1.5, eval_batch_size=64, checkpoint=8, refresh=20)
 
 
@@ -199,21 +199,21 @@ def test_checkpoints_are_closer_where_nodes_are_taken_away() -> None:
 
 def test_a_start_that_is_interrupted_begins_again() -> None:
     starting = Overheads(startup=1000, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
-    nothing = Work(epochs=1, steps=0, eval_batches=0, refreshes=0)
+    nothing = WorkCount(epochs=1, steps=0, eval_batches=0, refreshes=0)
     expected = training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000, wait=500)
     assert expected == pytest.approx(1500 * (math.e - 1))
 
 
 def test_what_was_not_measured_is_left_out() -> None:
     unknown = Overheads(startup=30, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=None)
-    todo = Work(epochs=10, steps=100, eval_batches=4, refreshes=10)
+    todo = WorkCount(epochs=10, steps=100, eval_batches=4, refreshes=10)
     assert training_seconds(todo, step_time=4.0, overheads=unknown) == pytest.approx(30 + 10 * 100 * 4.0)
     assert training_seconds(todo, step_time=4.0, overheads=unknown, checkpoint_every=60) == pytest.approx(4030)
 
 
 def test_where_saving_was_not_measured_an_interruption_loses_the_epoch() -> None:
     unknown = NOTHING.model_copy(update={"checkpoint": None})
-    todo, rate = Work(epochs=10, steps=1000, eval_batches=0, refreshes=0), 1 / 3600
+    todo, rate = WorkCount(epochs=10, steps=1000, eval_batches=0, refreshes=0), 1 / 3600
     each = math.expm1(rate * 1000) / rate
     assert training_seconds(todo, step_time=1.0, overheads=unknown, rate=rate) == pytest.approx(10 * each)
     saves_often = training_seconds(todo, step_time=1.0, overheads=NOTHING, rate=rate)
@@ -223,6 +223,6 @@ def test_where_saving_was_not_measured_an_interruption_loses_the_epoch() -> None
 
 def test_without_a_held_out_size_no_evaluation_is_counted() -> None:
     sizes = {"batch": 64, "world": 2, "dataset_size": 6400}
-    assert work(spec(), **sizes, eval_size=None, eval_batch_size=10).eval_batches == 0
-    assert work(spec(), **sizes, eval_size=100, eval_batch_size=None).eval_batches == 0
-    assert work(spec(), **sizes, eval_size=100, eval_batch_size=10).eval_batches == 5
+    assert count_work(spec(), **sizes, eval_size=None, eval_batch_size=10).eval_batches == 0
+    assert count_work(spec(), **sizes, eval_size=100, eval_batch_size=None).eval_batches == 0
+    assert count_work(spec(), **sizes, eval_size=100, eval_batch_size=10).eval_batches == 5

@@ -11,11 +11,11 @@ from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import (
     SLOWEST_GROWTH,
     Noise,
-    first_epochs,
+    describe_noise,
+    epochs_before_measurement,
+    equivalent_constant_noise,
     noise_scale,
-    over_training,
     summarise,
-    words,
 )
 from tula_cli.models.ramp.by_noise import GROWTH
 from tula_cli.run.records.probes import GradientStats
@@ -124,9 +124,9 @@ def test_the_reference_batch_needs_what_it_is_given(batch: int, noise: float) ->
 
 
 def test_the_noise_grows_with_the_length_of_the_training() -> None:
-    assert efficiency.over_training(50, reference=128, epochs=1) == 50
-    assert efficiency.over_training(50, reference=128, epochs=0.5) == 50
-    assert efficiency.over_training(50, reference=128, epochs=90) == pytest.approx(178 * 90**GROWTH - 128)
+    assert efficiency.equivalent_constant_noise(50, reference=128, epochs=1) == 50
+    assert efficiency.equivalent_constant_noise(50, reference=128, epochs=0.5) == 50
+    assert efficiency.equivalent_constant_noise(50, reference=128, epochs=90) == pytest.approx(178 * 90**GROWTH - 128)
 
 
 def row(batch: int, *, hours: float = 3.0) -> Offers:
@@ -163,9 +163,9 @@ def test_the_reference_batch_keeps_its_epochs() -> None:
 
 
 def test_the_words_tell_the_measured_from_the_assumed() -> None:
-    words = efficiency.words(NOISE, reference=128, epochs=30)
+    words = efficiency.describe_noise(NOISE, reference=128, epochs=30)
     assert "80 to 120" in words and "3 probes" in words and "assumption" in words and "batch 128" in words
-    assert "at least 80" in efficiency.words(Noise(100.0, 80.0, math.inf, None, 1), reference=128, epochs=30)
+    assert "at least 80" in efficiency.describe_noise(Noise(100.0, 80.0, math.inf, None, 1), reference=128, epochs=30)
 
 
 def test_steps_that_are_not_finite_are_left_out() -> None:
@@ -180,16 +180,18 @@ def test_noise_measured_on_the_way_is_carried_on_from_there() -> None:
     """Noise that grows by the rule is worth the same wherever it is measured."""
     start = 100.0
     for at in (1, 2, 10):
-        then = over_training(start, reference=32, epochs=at)
-        assert over_training(then, reference=32, epochs=50, measured_at=at) == pytest.approx(
-            over_training(start, reference=32, epochs=50)
+        then = equivalent_constant_noise(start, reference=32, epochs=at)
+        assert equivalent_constant_noise(then, reference=32, epochs=50, measured_at=at) == pytest.approx(
+            equivalent_constant_noise(start, reference=32, epochs=50)
         )
-    assert over_training(start, reference=32, epochs=5, measured_at=10) == pytest.approx(start), "it never shrinks"
-    assert [first_epochs(epochs) for epochs in (1, 9, 10, 25, 100)] == [1, 1, 1, 2, 10]
+    assert equivalent_constant_noise(start, reference=32, epochs=5, measured_at=10) == pytest.approx(start), (
+        "it never shrinks"
+    )
+    assert [epochs_before_measurement(epochs) for epochs in (1, 9, 10, 25, 100)] == [1, 1, 1, 2, 10]
 
 
 def test_what_it_rests_on_says_when_the_noise_was_measured() -> None:
     noise = Noise(scale=840, low=600, high=1100, error=100, probes=1)
-    assert "at the start of training (600 to 1.1e+03, 1 probe)" in words(noise, reference=128, epochs=20)
-    later = words(replace(noise, epoch=2.0), reference=128, epochs=20)
+    assert "at the start of training (600 to 1.1e+03, 1 probe)" in describe_noise(noise, reference=128, epochs=20)
+    later = describe_noise(replace(noise, epoch=2.0), reference=128, epochs=20)
     assert "after 2 of 20 epochs (600 to 1.1e+03, a training)" in later

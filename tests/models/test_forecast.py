@@ -10,7 +10,7 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import TooFew
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, GpuState, Host, Measured, OutOfMemory
-from tula_cli.services.search import probes
+from tula_cli.services.search import choose_probes
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 
@@ -32,7 +32,7 @@ def test_every_strategy_finds_a_truth_without_noise_or_overlap(truth: Truth, str
     """Eq. 2 to the letter is not what the model expects of a cluster: the more probes, the more it believes them."""
     far = {"partial": 0.6, "sweep": 0.3, "full": 0.1}[strategy]
     job = spec(search={"strategy": strategy})
-    plan = probes(job, dataset_size=truth.dataset_size, max_local_batch=1024)
+    plan = choose_probes(job, dataset_size=truth.dataset_size, max_local_batch=1024)
     rows = Forecast.from_results(job, probe_all(truth, plan)).predictions()
     assert {row.nodes for row in rows} == {2, 4, 8, 16}
     for row in rows:
@@ -243,7 +243,7 @@ def test_forecasts_of_post_local_sgd_are_named_as_upper_bounds() -> None:
 
 def test_the_ladder_goes_down_to_the_smallest_batch() -> None:
     forecast = Forecast.from_results(spec(search={"min_batch": 64}), probe_all(Truth(), SWEEP))
-    ladder = forecast.ladder(4, 512)
+    ladder = forecast.fallback_rungs(4, 512)
     assert [rung.batch for rung in ladder] == [512, 256, 128, 64]
     for rung in ladder:
         assert rung.prediction == forecast.predict(Config(4, rung.batch))
@@ -252,14 +252,14 @@ def test_the_ladder_goes_down_to_the_smallest_batch() -> None:
 def test_the_ladder_starts_at_any_batch_and_skips_what_does_not_fit() -> None:
     results = [*probe_all(Truth(), {2: (16, 32), 16: (2, 8)}), out_of_memory(2, 64)]
     forecast = Forecast.from_results(spec(), results)
-    ladder = forecast.ladder(2, 1000)
+    ladder = forecast.fallback_rungs(2, 1000)
     assert [rung.batch for rung in ladder] == [1000, 64, 32]
     assert ladder[0].prediction is None and ladder[1].prediction is not None
 
 
 def test_the_ladder_has_rungs_where_the_step_time_is_unknown() -> None:
     forecast = Forecast.from_results(spec(), [measured(Truth(), 4, 64)])
-    assert [(rung.batch, rung.prediction is None) for rung in forecast.ladder(4, 256)] == [
+    assert [(rung.batch, rung.prediction is None) for rung in forecast.fallback_rungs(4, 256)] == [
         (256, False), (128, True), (64, True), (32, True),
     ]  # fmt: skip
 
@@ -362,7 +362,7 @@ def test_a_batch_in_more_micro_batches_takes_the_local_work_of_each_and_one_sync
 ) -> None:
     truth = Truth()
     forecast = Forecast.from_results(spec(), probe_all(truth, SWEEP))
-    row = forecast.cut(Config(2, 512), parts)
+    row = forecast.predict_split(Config(2, 512), parts)
     whole = forecast.predict(Config(2, 512))
     assert row is not None and (row.batch, row.local_batch, row.measured) == (512, 256, False)
     work = truth.fixed + truth.slope * held
@@ -375,21 +375,21 @@ def test_a_batch_in_more_micro_batches_takes_the_local_work_of_each_and_one_sync
 def test_what_was_not_measured_of_it_comes_from_the_fit() -> None:
     truth = Truth()
     forecast = Forecast.from_results(spec(), probe_all(truth, SWEEP))
-    row = forecast.cut(Config(8, 1024), 2)
+    row = forecast.predict_split(Config(8, 1024), 2)
     work = truth.fixed + truth.slope * 64
     assert row is not None and row.step_time == pytest.approx(truth.step_time(8, 64) + work, rel=0.3)
 
 
 def test_unequal_parts_and_an_unknown_step_are_not_forecast() -> None:
     forecast = Forecast.from_results(spec(), probe_all(Truth(), SWEEP))
-    assert forecast.cut(Config(2, 6), 2) is None
+    assert forecast.predict_split(Config(2, 6), 2) is None
     alone = Forecast.from_results(spec(), [measured(Truth(), 4, 64)])
-    assert alone.cut(Config(4, 256), 2) is None
+    assert alone.predict_split(Config(4, 256), 2) is None
 
 
 def test_the_first_rung_knows_its_cuts() -> None:
     results = probe_all(Truth(), SWEEP)
-    first, *rest = Forecast.from_results(spec(), results).ladder(4, 64)
+    first, *rest = Forecast.from_results(spec(), results).fallback_rungs(4, 64)
     assert list(first.cut) == [2, 4, 8, 16] and not any(rung.cut for rung in rest)
-    (shrunk, *_) = Forecast.from_results(spec(train={"oom": "shrink"}), results).ladder(4, 64)
+    (shrunk, *_) = Forecast.from_results(spec(train={"oom": "shrink"}), results).fallback_rungs(4, 64)
     assert not shrunk.cut and shrunk.prediction == first.prediction

@@ -7,7 +7,7 @@ import pytest
 
 from tula_cli.errors import SpecError
 from tula_cli.models import cost, halving
-from tula_cli.models.halving import Turn
+from tula_cli.models.halving import BranchRequest
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Arm
@@ -30,12 +30,12 @@ def branch(arm: str, *, top1: float | None = 50.0, loss: float | None = 1.0, div
     return Branch(arm=arm, rung=1, epochs=1, samples=96, loss=loss, top1=top1, diverged=diverged, seconds=1.0)
 
 
-def play(names: list[str], merit: dict[str, float]) -> tuple[list[Turn], str]:
+def play(names: list[str], merit: dict[str, float]) -> tuple[list[BranchRequest], str]:
     """Train branches as they come, each better the greater its arm's merit; return the turns and the winner."""
-    turns: list[Turn] = []
+    turns: list[BranchRequest] = []
     branches: list[Branch] = []
     while True:
-        turn, winner = halving.standing(names, branches)
+        turn, winner = halving.next_branch_or_winner(names, branches)
         if turn is None:
             assert winner is not None
             return turns, winner
@@ -48,51 +48,53 @@ def play(names: list[str], merit: dict[str, float]) -> tuple[list[Turn], str]:
 
 
 def test_default_arms_are_the_control_the_ramp_a_gentler_one_and_one_with_more_decay() -> None:
-    arms = halving.arms(job(optimizer={"weight_decay": 5e-4}), 256)
+    arms = halving.arms_of_training(job(optimizer={"weight_decay": 5e-4}), 256)
     assert [(arm.name, arm.method, arm.lr_factor, arm.decay_factor) for arm in arms] == [
         ("lbt", "lbt", 1, 1), ("ramp", "ramp", 1, 1), ("ramp-x0.5", "ramp", 0.5, 1), ("ramp-decay4", "ramp", 1, 4),
     ]  # fmt: skip
     assert arms[0] == Arm(name="lbt")
     groups = [{"parameters": ["norms"], "weight_decay": 0.1}]
-    assert len(halving.arms(job(optimizer={"groups": groups}), 256)) == 4
-    assert [arm.name for arm in halving.arms(job(), 256)] == ["lbt", "ramp", "ramp-x0.5"], "nothing to decay by"
+    assert len(halving.arms_of_training(job(optimizer={"groups": groups}), 256)) == 4
+    assert [arm.name for arm in halving.arms_of_training(job(), 256)] == ["lbt", "ramp", "ramp-x0.5"], (
+        "nothing to decay by"
+    )
 
 
 @pytest.mark.parametrize("batch", [32, 16])
 def test_at_the_reference_batch_the_control_is_alone(batch: int) -> None:
-    assert halving.arms(job(), batch) == (Arm(name="lbt"),)
+    assert halving.arms_of_training(job(), batch) == (Arm(name="lbt"),)
 
 
 def test_an_arm_s_decay_is_that_of_the_job_and_of_its_groups() -> None:
     groups = [{"parameters": ["norms"], "weight_decay": 0.1}, {"parameters": ["biases"], "lr_factor": 2}]
     spec = job(optimizer={"weight_decay": 0.01, "groups": groups})
-    own = halving.tuned(spec, Arm(name="more", decay_factor=4)).optimizer
+    own = halving.job_of_arm(spec, Arm(name="more", decay_factor=4)).optimizer
     assert (own.weight_decay, [group.weight_decay for group in own.groups]) == (0.04, [0.4, None])
-    assert halving.tuned(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
+    assert halving.job_of_arm(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
 
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("SGD", 4), ("AdamW", 2)])
 def test_a_ramp_s_learning_rate_is_that_of_the_batch_in_use(optimizer: str, factor: float) -> None:
     spec = job(optimizer={"name": optimizer})
-    ramp, plain = (halving.tuned(spec, Arm(name=name, method=name)) for name in ("ramp", "lbt"))
+    ramp, plain = (halving.job_of_arm(spec, Arm(name=name, method=name)) for name in ("ramp", "lbt"))
     assert [lr_scale(ramp, batch) for batch in (32, 128)] == [1, factor]
     assert lr_scale(plain, 128) == 1
 
 
 def test_an_arm_alone_says_what_happens_to_the_learning_rate() -> None:
     arm = Arm(name="turned", method="ortho", lr_factor=4)
-    tuned = halving.tuned(job(), arm)
+    tuned = halving.job_of_arm(job(), arm)
     assert (tuned.train.lr_scaling, tuned.schedule.warmup_epochs) == ("none", 0.0)
-    assert halving.tuned(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
+    assert halving.job_of_arm(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
 
 
 def test_an_arm_may_have_a_linear_schedule_and_a_beta1_of_its_own() -> None:
     arm = Arm(name="late", method="ramp", decay_from=0.7, beta1=0.8)
     spec = job(optimizer={"name": "AdamW", "args": {"betas": [0.9, 0.95], "eps": 1e-6}}, schedule={"kind": "cosine"})
-    tuned = halving.tuned(spec, arm)
+    tuned = halving.job_of_arm(spec, arm)
     assert (tuned.schedule.kind, tuned.schedule.decay_from) == ("linear", 0.7)
     assert tuned.optimizer.args == {"betas": [0.8, 0.95], "eps": 1e-6}
-    plain = halving.tuned(job(optimizer={"name": "AdamW"}), arm.model_copy(update={"decay_from": None}))
+    plain = halving.job_of_arm(job(optimizer={"name": "AdamW"}), arm.model_copy(update={"decay_from": None}))
     assert plain.optimizer.args == {"betas": [0.8, 0.999]} and plain.schedule.kind == "constant"
 
 
@@ -104,16 +106,16 @@ def test_a_beta1_is_refused_without_adam() -> None:
 def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
     mine = {"name": "mine", "method": "ags", "ags": {"delta": 0.2}}
     spec = job(auto={"arms": [mine]}, ags={"delta": 0.7})
-    assert [arm.name for arm in halving.arms(spec, 256)] == ["lbt", "mine"]
-    tuned = halving.tuned(spec, halving.arms(spec, 256)[1])
+    assert [arm.name for arm in halving.arms_of_training(spec, 256)] == ["lbt", "mine"]
+    tuned = halving.job_of_arm(spec, halving.arms_of_training(spec, 256)[1])
     assert (tuned.train.method, tuned.ags.resolved().delta) == ("ags", 0.2)
-    assert halving.tuned(spec, Arm(name="as-given", method="ags")).ags.delta == 0.7
+    assert halving.job_of_arm(spec, Arm(name="as-given", method="ags")).ags.delta == 0.7
 
 
 def test_arms_of_ags_scale_the_update_where_the_optimizer_would_divide_a_factor_out() -> None:
     arm = Arm.model_validate({"name": "ags", "method": "ags", "ags": {"delta": 0.2}})
-    assert halving.tuned(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
-    assert halving.tuned(job(), arm).ags.resolved().apply_to == "gradient"
+    assert halving.job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
+    assert halving.job_of_arm(job(), arm).ags.resolved().apply_to == "gradient"
 
 
 def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
@@ -123,37 +125,37 @@ def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
 
 
 def test_a_branch_cools_down_in_its_second_half() -> None:
-    found = [halving.cooling(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
+    found = [halving.cooldown_factor(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
     assert found == [1, 1, 0.5, 0.25, 0, 0]
 
 
 def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
-    assert halving.within(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
-    assert halving.within(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
-    assert halving.within(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
+    assert halving.limit_lr_factor(Arm(name="x8", lr_factor=8), 4).lr_factor == 4
+    assert halving.limit_lr_factor(Arm(name="x8", lr_factor=8), 0.5).lr_factor == 1
+    assert halving.limit_lr_factor(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
 
 
 def test_branches_end_with_the_training() -> None:
     short = job(train={"epochs": 4, "method": "auto", "reference_batch": 32}, auto={"epochs": 2})
-    assert [halving.epochs(short, rung, 8) for rung in (1, 2, 3)] == [2, 3, 3]
+    assert [halving.branch_epochs(short, rung, 8) for rung in (1, 2, 3)] == [2, 3, 3]
 
 
 def test_hardly_above_the_reference_batch_no_two_arms_share_a_name() -> None:
-    names = [arm.name for arm in halving.arms(job(), 33)]
+    names = [arm.name for arm in halving.arms_of_training(job(), 33)]
     assert len(set(names)) == len(names)
 
 
 def test_naming_the_control_alone_tries_nothing_else() -> None:
-    assert halving.arms(job(auto={"arms": [{"name": "lbt"}]}), 256) == (Arm(name="lbt"),)
+    assert halving.arms_of_training(job(auto={"arms": [{"name": "lbt"}]}), 256) == (Arm(name="lbt"),)
 
 
 def test_a_job_is_measured_as_its_dearest_arm() -> None:
-    assert halving.dearest(job()).train.method == "ramp"
+    assert halving.most_expensive_job(job()).train.method == "ramp"
     scaled = [{"name": name, "method": "ags", "ags": {"granularity": name}} for name in ("tensor", "element")]
-    assert halving.dearest(job(auto={"arms": scaled})).ags.resolved().granularity == "element"
-    assert halving.dearest(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
+    assert halving.most_expensive_job(job(auto={"arms": scaled})).ags.resolved().granularity == "element"
+    assert halving.most_expensive_job(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
     plain = job(train={"method": "lrs"})
-    assert halving.dearest(plain) is plain
+    assert halving.most_expensive_job(plain) is plain
 
 
 # --- rungs
@@ -163,7 +165,7 @@ def test_a_job_is_measured_as_its_dearest_arm() -> None:
 def test_each_rung_trains_half_of_the_one_before(count: int, sizes: tuple[int, ...]) -> None:
     names = ["lbt", *(f"a{i}" for i in range(count - 1))]
     turns, _ = play(names, {name: float(i) for i, name in enumerate(names)})
-    assert halving.sizes(count) == sizes
+    assert halving.rung_sizes(count) == sizes
     assert [sum(turn.rung == rung for turn in turns) for rung in range(1, len(sizes) + 1)] == list(sizes)
 
 
@@ -187,17 +189,21 @@ def test_where_the_control_wins_others_meet_it_at_that_length() -> None:
     names = ["lbt", *"abcde"]
     first = rung(1, lbt=2.0, a=1.0, b=1.5, c=1.6, d=3.0, e=4.0)
     duel = [*first, *later(2, lbt=1.0, a=2.0, b=3.0)]
-    assert halving.standing(names, duel) == (Turn(2, 3), None), "c was better than lbt in the first rung"
-    assert halving.standing(names, [*duel, *later(2, c=0.5)]) == (None, "c")
-    assert halving.standing(names, [*duel, *later(2, c=1.5)]) == (None, "lbt"), "d never was better than lbt"
+    assert halving.next_branch_or_winner(names, duel) == (BranchRequest(2, 3), None), (
+        "c was better than lbt in the first rung"
+    )
+    assert halving.next_branch_or_winner(names, [*duel, *later(2, c=0.5)]) == (None, "c")
+    assert halving.next_branch_or_winner(names, [*duel, *later(2, c=1.5)]) == (None, "lbt"), (
+        "d never was better than lbt"
+    )
     won = [*first, *later(2, lbt=1.0, a=0.9, b=3.0)]
-    assert halving.standing(names, won) == (None, "a"), "the control has lost: nobody else comes"
+    assert halving.next_branch_or_winner(names, won) == (None, "a"), "the control has lost: nobody else comes"
 
 
 def test_the_loss_decides_with_and_without_accuracies() -> None:
     found = [branch("a", top1=60, loss=0.9), branch("b", loss=None), branch("c", top1=None, loss=0.8)]
     found.append(branch("d", loss=0.1, diverged=True))
-    assert [b.arm for b in halving.ranked(found)] == ["c", "a", "b", "d"]
+    assert [b.arm for b in halving.rank_branches(found)] == ["c", "a", "b", "d"]
 
 
 def test_a_diverged_arm_never_survives() -> None:
@@ -221,7 +227,7 @@ def test_the_favourite_stays_to_the_end_beside_the_control_and_the_best() -> Non
     first = rung(1, lbt=9, a=1, b=2, c=3, ramp=8, d=5, e=6, f=7)
     assert halving.survivors(first) == ["a", "b", "ramp", "lbt"]
     second = rung(2, lbt=9, a=2, b=1, ramp=8)
-    assert halving.standing(names, [*first, *second]) == (None, "b")
+    assert halving.next_branch_or_winner(names, [*first, *second]) == (None, "b")
     assert halving.survivors(rung(2, lbt=9, a=2, b=3, ramp=1)) == ["ramp"]
 
 
@@ -244,13 +250,13 @@ def test_the_favourite_wins_unless_another_is_clearly_better_and_so_does_the_job
     last = rung(1, **losses)
     names = [b.arm for b in last]
     assert halving.survivors(last) == [winner]
-    assert halving.standing(names, last) == (None, winner)
+    assert halving.next_branch_or_winner(names, last) == (None, winner)
 
 
 def test_a_favourite_that_diverged_stays_no_longer() -> None:
     gone = branch("ramp", loss=None, diverged=True)
     assert halving.survivors([*rung(1, lbt=2, a=1, b=3, c=4), gone]) == ["a", "lbt", "b"]
-    assert halving.winner([*rung(1, lbt=2, a=1), gone]) == "a"
+    assert halving.find_winner([*rung(1, lbt=2, a=1), gone]) == "a"
 
 
 # --- what it takes
@@ -269,7 +275,7 @@ def test_branches_take_at_most_so_much_of_the_training(
     epochs: int, batch: int, size: int, reference: int, at_most: float
 ) -> None:
     train = {"epochs": epochs, "reference_batch": reference, "method": "auto"}
-    planned = halving.plan(job(train=train, optimizer={"weight_decay": 5e-4}), batch=batch, dataset_size=size)
+    planned = halving.plan_tuning(job(train=train, optimizer={"weight_decay": 5e-4}), batch=batch, dataset_size=size)
     assert planned.branches == 4
     assert 0.1 < planned.samples / (epochs * size) <= at_most
 
@@ -277,12 +283,12 @@ def test_branches_take_at_most_so_much_of_the_training(
 def test_the_plan_counts_every_sample() -> None:
     """20 epochs of 10,240 samples at 2048: an epoch of 128, and four branches of 1.14 epochs of the 9,216 that are left."""
     spec = job(train={"epochs": 20, "reference_batch": 128, "method": "auto"}, optimizer={"weight_decay": 5e-4})
-    planned = halving.plan(spec, batch=2048, dataset_size=10_240)
+    planned = halving.plan_tuning(spec, batch=2048, dataset_size=10_240)
     assert halving.branch_samples(spec, 1, 4, 9216) == 10_496  # (0.25 x 20 / 0.9 - 1) / 4 epochs
     lbt = 5 * 2048  # four steps of an epoch, whose last 1,024 samples are left out, and one of the next
     # 1,749 samples a stage, each ending at or beyond its end; then as lbt
     ramp = 7 * 256 + 4 * 512 + 2 * 1024 + 1 * 2048 + 1 * 2048
-    assert [halving.branch_trained(spec, arm, batch=2048, rung=1, size=9216) for arm in halving.arms(spec, 2048)] == [
+    assert [halving.count_trained_samples(spec, arm, batch=2048, rung=1, size=9216) for arm in halving.arms_of_training(spec, 2048)] == [
         lbt, ramp, ramp, ramp,
     ]  # fmt: skip
     assert planned.samples == 72 * 128 + lbt + 3 * ramp
@@ -292,31 +298,33 @@ def test_the_plan_counts_every_sample() -> None:
 
 def test_a_short_branch_has_one_step_and_the_holdout_is_bounded() -> None:
     short = job(auto={"epochs": 0.01})
-    assert halving.branch_trained(short, Arm(name="lbt"), batch=256, rung=1, size=1300) == 256
+    assert halving.count_trained_samples(short, Arm(name="lbt"), batch=256, rung=1, size=1300) == 256
     assert halving.holdout_size(1_000_000, 0.1) == 10_000
     assert halving.holdout_size(5, 0.1) == 1
 
 
 def test_branches_grow_with_the_training_and_with_the_rung() -> None:
-    assert [halving.epochs(job(auto={"epochs": 0.5}), rung, 8) for rung in (1, 2, 3)] == [0.5, 1, 2]
-    assert halving.epochs(job(train={"epochs": 250}), 1, 4) > 10 * halving.epochs(job(), 1, 4)
-    assert halving.epochs(job(train={"epochs": 2}), 1, 4) == 0, "of a step at least, as above"
+    assert [halving.branch_epochs(job(auto={"epochs": 0.5}), rung, 8) for rung in (1, 2, 3)] == [0.5, 1, 2]
+    assert halving.branch_epochs(job(train={"epochs": 250}), 1, 4) > 10 * halving.branch_epochs(job(), 1, 4)
+    assert halving.branch_epochs(job(train={"epochs": 2}), 1, 4) == 0, "of a step at least, as above"
 
 
 def test_other_methods_take_no_branches() -> None:
-    assert halving.plan(job(train={"method": "ags"}), batch=256, dataset_size=1437) == halving.Plan(0, 0, 0)
+    assert halving.plan_tuning(job(train={"method": "ags"}), batch=256, dataset_size=1437) == halving.TuningPlan(
+        0, 0, 0
+    )
 
 
 def test_the_predicted_time_has_the_branches_in_it() -> None:
     overheads = Overheads(startup=10, eval_batch=0.5, eval_batch_size=32, checkpoint=0, refresh=0)
 
     def seconds(method: str, rate: float = 0.0) -> float:
-        found = cost.work(
+        found = cost.count_work(
             job(train={"method": method}), batch=256, world=2, dataset_size=1280, eval_size=64, eval_batch_size=32
         )
         return cost.training_seconds(found, step_time=0.1, overheads=overheads, rate=rate)
 
-    planned = halving.plan(job(), batch=256, dataset_size=1280)
+    planned = halving.plan_tuning(job(), batch=256, dataset_size=1280)
     extra = planned.steps * 0.1 + planned.branches * math.ceil(128 / 64) * 0.5
     assert seconds("auto") - seconds("ags") == pytest.approx(extra)
     assert seconds("auto", rate=1e-3) - seconds("ags", rate=1e-3) > extra

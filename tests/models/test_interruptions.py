@@ -7,7 +7,7 @@ from make_results import Truth, of_a_script, probe_all
 
 from tula_cli.models import cost, interruptions
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.interruptions import Saving
+from tula_cli.models.interruptions import CheckpointSchedule
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
@@ -31,10 +31,10 @@ def saves(*samples: int, batch: int = 32, seconds: float | None = 7.0) -> list[S
     return [Save(saved_at=0.0, batch=batch, steps=n // batch, samples=n, seconds=seconds) for n in samples]
 
 
-def saving(*samples: int, spec: JobSpec | None = None, seconds: float | None = 7.0) -> Saving:
+def saving(*samples: int, spec: JobSpec | None = None, seconds: float | None = 7.0) -> CheckpointSchedule:
     script = (spec or job()).script
     assert script is not None
-    return interruptions.saving(script, saves(*samples, seconds=seconds), dataset_size=SIZE)
+    return interruptions.checkpoint_schedule(script, saves(*samples, seconds=seconds), dataset_size=SIZE)
 
 
 def test_an_epochs_last_batch_may_be_dropped() -> None:
@@ -55,31 +55,31 @@ def test_what_the_section_says_counts_until_a_training_has_shown_it() -> None:
     said = job({**RESUME, "every": "epoch"})
     assert saving(spec=said).epochs == 1 and saving(spec=job({**RESUME, "every": 500})).steps == 500
     assert saving(3200, 3200, spec=said).steps == 100
-    assert not saving().known and saving(spec=job(None)).known
+    assert not saving().is_known and saving(spec=job(None)).is_known
 
 
 def test_an_interval_follows_the_step_time() -> None:
-    assert Saving(True, epochs=2).interval(0.5, epoch_steps=100) == 100.0
-    assert Saving(True, steps=30).interval(0.5, epoch_steps=100) == 15.0
-    assert Saving(True, seconds=600.0).interval(0.5, epoch_steps=100) == 600.0
-    assert Saving(True).interval(0.5, epoch_steps=100) is None
-    assert Saving(False).interval(0.5, epoch_steps=100) == math.inf
+    assert CheckpointSchedule(True, epochs=2).interval(0.5, epoch_steps=100) == 100.0
+    assert CheckpointSchedule(True, steps=30).interval(0.5, epoch_steps=100) == 15.0
+    assert CheckpointSchedule(True, seconds=600.0).interval(0.5, epoch_steps=100) == 600.0
+    assert CheckpointSchedule(True).interval(0.5, epoch_steps=100) is None
+    assert CheckpointSchedule(False).interval(0.5, epoch_steps=100) == math.inf
 
 
 @pytest.mark.parametrize(
     ("found", "step_time", "words"),
     [
-        (Saving(True, epochs=1), 24.6, "saves each epoch, 41.0 min: an interruption costs 20.5 min on average; nothing asks it"),
-        (Saving(True, "SIGUSR1", steps=500), 1.2, "saves every 500 steps, 10.0 min: an interruption costs 5.00 min on average;"
+        (CheckpointSchedule(True, epochs=1), 24.6, "saves each epoch, 41.0 min: an interruption costs 20.5 min on average; nothing asks it"),
+        (CheckpointSchedule(True, "SIGUSR1", steps=500), 1.2, "saves every 500 steps, 10.0 min: an interruption costs 5.00 min on average;"
          " before a time limit it is asked to save (SIGUSR1)"),
-        (Saving(True, seconds=1800.0), 1.0, "saves every 30.0 min: an interruption costs 15.0 min on average"),
-        (Saving(True, epochs=1), None, "saves each epoch: an interruption costs half of that on average"),
-        (Saving(True), 1.0, "how often it saves is not known until it trains"),
-        (Saving(False), 1.0, "an interruption costs all that was trained until then"),
+        (CheckpointSchedule(True, seconds=1800.0), 1.0, "saves every 30.0 min: an interruption costs 15.0 min on average"),
+        (CheckpointSchedule(True, epochs=1), None, "saves each epoch: an interruption costs half of that on average"),
+        (CheckpointSchedule(True), 1.0, "how often it saves is not known until it trains"),
+        (CheckpointSchedule(False), 1.0, "an interruption costs all that was trained until then"),
     ],
 )  # fmt: skip
-def test_the_cost_of_an_interruption_in_words(found: Saving, step_time: float | None, words: str) -> None:
-    assert words in found.words(step_time, epoch_steps=100)
+def test_the_cost_of_an_interruption_in_words(found: CheckpointSchedule, step_time: float | None, words: str) -> None:
+    assert words in found.describe_loss(step_time, epoch_steps=100)
 
 
 def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:
@@ -111,7 +111,7 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
     for here, there in zip(*(sorted((r for r in rows if r.market == "spot"), key=lambda r: (r.nodes, r.batch)) for rows in (first, second)), strict=True):  # fmt: skip
         assert here.hours < there.hours and here.cost < there.cost
     row = next(row for row in second if row.market == "on_demand")
-    assert seldom.interruption(row).startswith("saves each epoch, ")
+    assert seldom.describe_interruption(row).startswith("saves each epoch, ")
 
 
 def test_no_spot_nodes_are_offered_while_nobody_knows_what_is_lost() -> None:

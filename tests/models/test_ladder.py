@@ -4,12 +4,12 @@ import pytest
 
 from tula_cli.models.out_of_memory import (
     Fallback,
-    after_out_of_memory,
     batch_norm_limit,
     cannot_accumulate,
     divisors,
+    next_fallback,
     splits_of,
-    statistics_told,
+    statistics_in_cause,
 )
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.spec.load import validate
@@ -20,7 +20,7 @@ SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}
 def ladder(batches: tuple[int, ...], known: MicroBatches | None, **how: str) -> list[tuple[int, int]]:
     """Return (batch, parts) of each start of a training that never fits."""
     found, splits = [(batches[0], 1)], 1
-    while (step := after_out_of_memory(batches, splits, known, **how)) is not None:
+    while (step := next_fallback(batches, splits, known, **how)) is not None:
         batches, splits = batches[step.rung :], step.splits
         found.append((batches[0], splits))
     return found
@@ -79,7 +79,7 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
     # 14 samples a GPU are taken 7 at a time and then no fewer; the 12 of the next batch 6 at a time
     own = splits_of(28, micro_batch=14, micro_batches=1, limits=[(lambda samples: samples > 2, "for a reason")])
     rungs = MicroBatches(splits=(own, *known(24, 16).splits), normalised=0)
-    step = after_out_of_memory((28, 24, 16), 2, rungs)
+    step = next_fallback((28, 24, 16), 2, rungs)
     words = "out of memory at batch 28 in micro-batches of 7, which are not cut further: for a reason"
     assert step == Fallback(1, 2, words)
 
@@ -96,9 +96,9 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
     ],
 )
 def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
-    step = after_out_of_memory((128, 64), 1, known(128, 64, **of))
+    step = next_fallback((128, 64), 1, known(128, 64, **of))
     assert step is not None and step.words == words
-    assert statistics_told(words) == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
+    assert statistics_in_cause(words) == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
     ],
 )
 def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) -> None:
-    assert after_out_of_memory((64, 32), 1, None, why_not=why) == Fallback(1, 1, words)
+    assert next_fallback((64, 32), 1, None, why_not=why) == Fallback(1, 1, words)
     assert ladder((64, 32, 16), None, why_not=why) == [(64, 1), (32, 1), (16, 1)]
 
 
@@ -135,10 +135,10 @@ def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) ->
 
 def test_an_out_of_memory_in_a_stage_cuts_what_that_stage_takes() -> None:
     """Batch 512 in micro-batches of 256; a stage of 64 takes 32 at a time, which 128, 64 or 32 would leave as they are."""
-    step = after_out_of_memory((512, 256), 1, known(512, 256), stage=64)
+    step = next_fallback((512, 256), 1, known(512, 256), stage=64)
     assert step is not None and (step.rung, step.splits) == (0, 16)
     assert step.words.startswith("out of memory at batch 64, in a stage before batch 512: micro-batch 16 x 16 now")
-    assert after_out_of_memory((512, 256), 1, known(512, 256)).splits == 2  # type: ignore[union-attr]
-    last = after_out_of_memory((512, 256), 1, known(512, 256, norm=True), stage=16)
+    assert next_fallback((512, 256), 1, known(512, 256)).splits == 2  # type: ignore[union-attr]
+    last = next_fallback((512, 256), 1, known(512, 256, norm=True), stage=16)
     assert last is None, "a smaller batch's micro-batches of 8 are no smaller than the stage's"
-    assert after_out_of_memory((512,), 1, None, stage=64) is None
+    assert next_fallback((512,), 1, None, stage=64) is None

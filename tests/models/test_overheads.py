@@ -4,7 +4,7 @@ import numpy as np
 from make_results import Truth, measured, of_a_script, spec
 
 from tula_cli.models.choice.columns import Ints
-from tula_cli.models.overheads import OverheadModel, queue_wait
+from tula_cli.models.overheads import OverheadModel, median_queue_wait
 from tula_cli.run.records.jobs import Attempt, Job
 
 JOB = spec(train={"method": "lbt"})  # which has nothing to refresh
@@ -17,7 +17,7 @@ def at(nodes: int, local_batch: int) -> tuple[Ints, Ints, Ints]:
 def test_each_part_is_that_of_the_nearest_probe_that_tells_it() -> None:
     far = measured(Truth(), 8, 16)
     silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
-    found = OverheadModel(JOB, [*silent, far], shutdown=3.0).at(*at(2, 64))
+    found = OverheadModel(JOB, [*silent, far], shutdown=3.0).overheads_at(*at(2, 64))
     assert (found.startup, found.eval_batch, found.checkpoint, found.refresh) == (
         15.0, far.overheads.eval_batch, far.overheads.checkpoint, 0.0,
     )  # fmt: skip
@@ -26,7 +26,7 @@ def test_each_part_is_that_of_the_nearest_probe_that_tells_it() -> None:
 
 def test_what_no_probe_tells_stays_unknown() -> None:
     probes = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
-    found = OverheadModel(JOB, probes, shutdown=0.0).at(*at(4, 64))
+    found = OverheadModel(JOB, probes, shutdown=0.0).overheads_at(*at(4, 64))
     assert (found.startup, found.eval_batch, found.checkpoint, found.refresh) == (12.0, None, None, 0.0)
     assert found.eval_batch_size == 0
 
@@ -41,7 +41,7 @@ def test_the_wait_in_the_queue_is_the_median_over_jobs_that_started() -> None:
         for n, (link, at) in enumerate(starts.items())
         for later in (0.0, 50.0)
     ]
-    assert queue_wait(jobs, attempts) == 30.0
-    assert queue_wait(jobs, []) == 0.0
+    assert median_queue_wait(jobs, attempts) == 30.0
+    assert median_queue_wait(jobs, []) == 0.0
     here = [job.model_copy(update={"scheduler": "local"}) for job in jobs]
-    assert queue_wait(here, attempts) == 0.0
+    assert median_queue_wait(here, attempts) == 0.0

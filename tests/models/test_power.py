@@ -25,7 +25,7 @@ def counted(probe: Measured, factor: float = 1.0) -> Measured:
 
 def test_what_is_drawn_while_waiting_and_for_a_sample_are_told_apart() -> None:
     truth = Truth(gpus_per_node=4)
-    model = power.fit([counted(probe) for probe in probe_all(truth, SWEEP)])
+    model = power.fit_power_model([counted(probe) for probe in probe_all(truth, SWEEP)])
     assert model is not None
     assert (model.idle, model.per_sample) == pytest.approx((IDLE, PER_SAMPLE))
     assert model.predict(0.2, 512).watts == pytest.approx(joules(0.2, 512) / 0.2)
@@ -38,7 +38,7 @@ def test_the_interval_holds_what_it_says() -> None:
     for _ in range(200):
         noise = 1 + 0.05 * random.standard_normal(len(SWEEP) + 6)
         probes = [counted(p, f) for p, f in zip(probe_all(truth, SWEEP), noise, strict=False)]
-        model = power.fit(probes)
+        model = power.fit_power_model(probes)
         assert model is not None
         found, seconds = model.predict(truth.step_time(8, 256), 256), truth.step_time(8, 256)
         new = joules(seconds, 256) / seconds * (1 + 0.05 * random.standard_normal())
@@ -48,17 +48,17 @@ def test_the_interval_holds_what_it_says() -> None:
 
 
 def test_few_probes_tell_one_power_and_one_alone_no_interval() -> None:
-    one = power.fit([counted(measured(Truth(), 2, 64))])
+    one = power.fit_power_model([counted(measured(Truth(), 2, 64))])
     assert one is not None and one.error is None and one.per_sample == 0
     assert one.predict(1.0, 8).error is None
-    two = power.fit([counted(measured(Truth(), 2, size)) for size in (16, 256)])
+    two = power.fit_power_model([counted(measured(Truth(), 2, size)) for size in (16, 256)])
     assert two is not None and two.per_sample == 0
     assert two.error is not None and two.error > 0.5, "they draw quite different powers"
 
 
 def test_where_step_time_and_batch_grow_alike_one_power_is_told() -> None:
     proportional = Truth(fixed=0.0, sync=0.0)
-    model = power.fit([counted(probe) for probe in probe_all(proportional, {1: (16, 32, 64, 128)})])
+    model = power.fit_power_model([counted(probe) for probe in probe_all(proportional, {1: (16, 32, 64, 128)})])
     assert model is not None
     assert (model.idle, model.per_sample) == (pytest.approx(joules(0.5, 1000) / 0.5), 0)
 
@@ -66,18 +66,18 @@ def test_where_step_time_and_batch_grow_alike_one_power_is_told() -> None:
 def test_a_part_that_would_be_negative_is_none() -> None:
     probes = [counted(probe) for probe in probe_all(Truth(), SWEEP)]
     falling = [p.model_copy(update={"energy": p.nodes * 1000.0 / p.local_batch}) for p in probes]
-    model = power.fit(falling)
+    model = power.fit_power_model(falling)
     assert model is not None and model.idle > 0 and model.per_sample == 0
 
 
 def test_without_a_counter_there_is_no_model() -> None:
-    assert power.fit(probe_all(Truth(), SWEEP)) is None
-    assert power.fit([]) is None
+    assert power.fit_power_model(probe_all(Truth(), SWEEP)) is None
+    assert power.fit_power_model([]) is None
 
 
 def test_probes_without_a_counter_are_left_out_of_the_fit() -> None:
     probes = probe_all(Truth(), SWEEP)
-    model = power.fit([*map(counted, probes[:5]), *probes[5:]])
+    model = power.fit_power_model([*map(counted, probes[:5]), *probes[5:]])
     assert model is not None
     assert (model.idle, model.per_sample) == pytest.approx((IDLE, PER_SAMPLE))
     assert "from 5 of 9 probes" in model.words

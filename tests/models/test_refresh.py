@@ -24,7 +24,7 @@ def probe(nodes: int, local_batch: int, *, took: float = 0.0) -> Measured:
 def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: Any) -> float:
     columns = {"nodes": nodes, "local_batch": local_batch, "batch": nodes * local_batch}
     job = spec(**{**AGS, **sections})
-    (found,) = refresh.seconds(job, probes, **{name: np.array([value]) for name, value in columns.items()})
+    (found,) = refresh.refresh_seconds(job, probes, **{name: np.array([value]) for name, value in columns.items()})
     return float(found)
 
 
@@ -33,7 +33,7 @@ def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: An
     [({}, 64, 64), ({}, 128, 32), ({}, 256, 64), ({}, 4096, 64), ({"b_small": 8}, 4096, 8), ({"b_small": 8}, 4, 4)],
 )
 def test_the_small_batch_is_at_most_a_quarter_of_a_larger_one(ags: dict[str, int], batch: int, small: int) -> None:
-    assert refresh.small_batch(spec(**AGS, ags=ags), batch) == small
+    assert refresh.small_batch_size(spec(**AGS, ags=ags), batch) == small
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_refreshes_are_counted_where_they_are_apart_from_the_steps(
     train: dict[str, Any], ags: dict[str, Any], batch: int, expected: int
 ) -> None:
     job = spec(train={**AGS["train"], **train}, ags=ags)
-    assert refresh.count(job, batch=batch, steps=97) == expected
+    assert refresh.count_refreshes(job, batch=batch, steps=97) == expected
 
 
 def test_a_probe_of_the_configuration_is_believed() -> None:
@@ -99,13 +99,15 @@ def test_few_steps_between_refreshes_make_them_a_large_share() -> None:
 def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
     job = spec(**AGS)
     silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (2, 4)]
-    assert math.isnan(seconds(silent, 2, 128)) and refresh.unknown(job, silent)
+    assert math.isnan(seconds(silent, 2, 128)) and refresh.is_refresh_time_unknown(job, silent)
     row = Forecast.from_results(job, silent).predict(Config(2, 128))
     assert row.refresh_share is None
     one = of_a_script(measured(Truth(), 1, 64))  # has no synchronisation: its step is a forward and a backward pass
     assert seconds([*silent, one], 2, 128) == pytest.approx(Truth().step_time(1, 64))
     assert seconds([*silent, probe(4, 64, took=0.3)], 2, 128) == 0.3
-    assert not refresh.unknown(job, [*silent, one]) and not refresh.unknown(spec(train={"method": "lbt"}), silent)
+    assert not refresh.is_refresh_time_unknown(job, [*silent, one]) and not refresh.is_refresh_time_unknown(
+        spec(train={"method": "lbt"}), silent
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -114,7 +116,7 @@ def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
 def test_the_most_that_a_rank_draws_is_what_the_optimizer_shares_out(world: int, available: int, b_small: int) -> None:
     job = spec(train={"method": "ags"}, ags={"b_small": b_small})
     most = max(draw_counts(b_small, available, world, 0))
-    assert refresh.most_drawn(job, 4096, available=available, world=world) == most
+    assert refresh.max_samples_drawn(job, 4096, available=available, world=world) == most
 
 
 @pytest.mark.parametrize(
@@ -126,4 +128,4 @@ def test_the_most_that_a_rank_draws_is_what_the_optimizer_shares_out(world: int,
     ],
 )
 def test_where_no_small_batch_is_taken_a_rank_draws_nothing_of_it(sections: dict[str, Any], batch: int) -> None:
-    assert refresh.most_drawn(spec(**sections), batch, available=16, world=2) == 1
+    assert refresh.max_samples_drawn(spec(**sections), batch, available=16, world=2) == 1

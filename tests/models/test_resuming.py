@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tula_cli.cluster.scripts.rehearsing.traces import error_line, learning_rate_curve, schedule_seen, trained
-from tula_cli.models.resuming import Judgement, judged
+from tula_cli.cluster.scripts.rehearsing.traces import count_trained, error_line, learning_rate_curve, observed_schedule
+from tula_cli.models.resuming import ResumeJudgement, judge_resume_test
 from tula_cli.run.records.rehearsals import Rehearsed, Schedule
 from tula_cli.spec.scripts.own_script import Length
 
@@ -32,52 +32,52 @@ SAME = start("same", 32, 2560)
 
 def test_a_right_script_may_go_on_from_where_it_was_seen_to() -> None:
     half = start("half", 16, 2560)
-    assert judged([begin(), SAME, half], lr_ratio=1.0).verdict == "epoch"
-    middle = judged([begin(640), start("same", 32, 3200), start("half", 16, 3200)], lr_ratio=1.0)
+    assert judge_resume_test([begin(), SAME, half], lr_ratio=1.0).verdict == "epoch"
+    middle = judge_resume_test([begin(640), start("same", 32, 3200), start("half", 16, 3200)], lr_ratio=1.0)
     assert middle.verdict == "any" and not middle.faults
     assert middle.told[1] == "at batch 16 it goes on from its checkpoint, to 3840 samples of 3840"
 
 
 def test_a_trainer_that_counts_its_steps_at_the_old_batch_trains_17_percent_too_many() -> None:
-    found = judged([begin(), SAME, start("half", 16, 3200)], lr_ratio=None)
+    found = judge_resume_test([begin(), SAME, start("half", 16, 3200)], lr_ratio=None)
     assert found.verdict == "same"
     words = "at batch 16 it trains 4480 samples in all where 3840 were asked for: 16.7 % too many"
     assert found.faults == (words,) and found.told[-1] == words
 
 
 def test_of_a_resume_that_has_taken_no_step_nothing_is_known() -> None:
-    found = judged([begin(), start("same", 32, 0, ended="cut", seconds=76.6)], lr_ratio=1.0)
+    found = judge_resume_test([begin(), start("same", 32, 0, ended="cut", seconds=76.6)], lr_ratio=1.0)
     assert (found.verdict, found.told) == (None, ("not rehearsed at batch 32: no step within 76.6 s",))
 
 
 def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
     less = [begin(1248, dataset_size=1270), start("same", 32, 2496, dataset_size=1270), start("half", 16, 2528)]
-    assert judged(less, lr_ratio=1.0).verdict == "epoch"
+    assert judge_resume_test(less, lr_ratio=1.0).verdict == "epoch"
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_of_no_use() -> None:
     failed = start("same", 32, 0, ended="failed", outcome="user", why="UnpicklingError: no")
-    found = judged([begin(), failed], lr_ratio=None)
+    found = judge_resume_test([begin(), failed], lr_ratio=None)
     assert found.verdict == "none"
     assert found.faults == ("at batch 32 it cannot go on from its own checkpoint: UnpicklingError: no",)
 
 
 def test_what_the_machine_did_says_nothing_of_the_script() -> None:
     failed = start("same", 32, 0, ended="failed", outcome="device_oom", why="CUDA out of memory")
-    assert judged([begin(), failed], lr_ratio=None).verdict is None
+    assert judge_resume_test([begin(), failed], lr_ratio=None).verdict is None
     half = start("half", 16, 0, ended="failed", outcome="device_fault", why="Xid 79")
-    assert judged([begin(), SAME, half], lr_ratio=None).verdict == "same"
+    assert judge_resume_test([begin(), SAME, half], lr_ratio=None).verdict == "same"
 
 
 def test_a_script_that_begins_anew_is_told_from_one_that_repeats_a_part() -> None:
-    anew = judged([begin(), start("same", 32, 3840)], lr_ratio=None)
+    anew = judge_resume_test([begin(), start("same", 32, 3840)], lr_ratio=None)
     assert anew.verdict == "none" and "begins anew: all 3840 samples" in anew.faults[0]
-    part = judged([begin(640), start("same", 32, 3520), start("half", 16, 3200)], lr_ratio=None)
+    part = judge_resume_test([begin(640), start("same", 32, 3520), start("half", 16, 3200)], lr_ratio=None)
     assert part.verdict == "same" and "8.3 % too many" in part.faults[0]
 
 
 def test_samples_that_are_left_out_are_told() -> None:
-    found = judged([begin(), SAME, start("half", 16, 1280)], lr_ratio=None)
+    found = judge_resume_test([begin(), SAME, start("half", 16, 1280)], lr_ratio=None)
     assert found.verdict == "same" and found.faults == (
         "at batch 16 it trains 2560 samples in all where 3840 were asked for: 1280 too few",
     )
@@ -85,30 +85,30 @@ def test_samples_that_are_left_out_are_told() -> None:
 
 def test_what_was_not_reached_is_told_and_not_assumed() -> None:
     cut = start("half", 16, 800, ended="cut")
-    found = judged([begin(), SAME, cut], lr_ratio=None)
+    found = judge_resume_test([begin(), SAME, cut], lr_ratio=None)
     assert found.verdict == "same" and not found.faults
     assert "was not seen to its end (800 of 2560 samples in 30.0 s)" in found.told[-1]
-    unknown = judged([begin(), SAME.model_copy(update={"whole": None})], lr_ratio=None)
+    unknown = judge_resume_test([begin(), SAME.model_copy(update={"whole": None})], lr_ratio=None)
     assert unknown.verdict == "same" and "were not compared" in unknown.told[0]
     assert unknown.told[-1] == "not rehearsed at another batch"
 
 
 def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None:
     cut = start("same", 32, 800, ended="cut", first_lr=0.1)
-    found = judged([begin(next_lr=0.1), cut], lr_ratio=1.0)
+    found = judge_resume_test([begin(next_lr=0.1), cut], lr_ratio=1.0)
     assert found.verdict is None and "where it goes on is not known: raise search.max_minutes" in found.told[0]
-    found = judged([begin(next_lr=0.2), cut], lr_ratio=1.0)
+    found = judge_resume_test([begin(next_lr=0.2), cut], lr_ratio=1.0)
     assert found.verdict == "same" and "learning rate is 0.1000" in found.faults[0], "its learning rate was compared"
 
 
 def test_a_checkpoint_that_comes_too_early_to_tell_a_fault_is_no_proof() -> None:
     early = begin(64)
-    found = judged([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)
+    found = judge_resume_test([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)
     assert found.verdict == "same" and "would not show" in found.told[-1] and not found.faults
 
 
 def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() -> None:
-    found = judged([begin(), SAME, start("half", 16, 5200, ended="cut")], lr_ratio=None)
+    found = judge_resume_test([begin(), SAME, start("half", 16, 5200, ended="cut")], lr_ratio=None)
     assert "trains at least 6480 samples" in found.faults[0]
 
 
@@ -126,7 +126,7 @@ def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() ->
 )
 def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, ratio: float | None, fault: str) -> None:
     half = start("half", 16, 2560, first_lr=first)
-    found = judged([begin(next_lr=0.1, lr_step=0.001), SAME, half], lr_ratio=ratio)
+    found = judge_resume_test([begin(next_lr=0.1, lr_step=0.001), SAME, half], lr_ratio=ratio)
     assert found.verdict == ("same" if fault else "epoch")
     assert all(fault in told for told in found.faults) and bool(found.faults) == bool(fault)
 
@@ -146,7 +146,7 @@ def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, rati
     ],
 )
 def test_without_a_checkpoint_there_is_no_verdict(beginning: Rehearsed, words: str) -> None:
-    found = judged([beginning], lr_ratio=None)
+    found = judge_resume_test([beginning], lr_ratio=None)
     assert found.verdict is None and words in found.told[0] and found.told[0].startswith("not rehearsed: ")
 
 
@@ -155,14 +155,14 @@ def rows(*samples: int | None) -> list[dict[str, Any]]:
 
 
 def test_a_step_trains_its_batch_at_most() -> None:
-    assert trained(rows(8, 16, 20), 8) == (3, 20)
-    assert trained(rows(16, 24, 24), 8) == (3, 24), "a loader that is one batch ahead"
-    assert trained(rows(808, 816, 824), 8) == (3, 24), (
+    assert count_trained(rows(8, 16, 20), 8) == (3, 20)
+    assert count_trained(rows(16, 24, 24), 8) == (3, 24), "a loader that is one batch ahead"
+    assert count_trained(rows(808, 816, 824), 8) == (3, 24), (
         "what it skipped was not trained on, but for what looks ahead of its step"
     )
-    assert trained(rows(None, None), 8) == (2, 16)
-    assert trained([*rows(8, 16), {"step": 2, "samples": 16}], 8) == (2, 16)
-    assert trained([*rows(8, 16), *rows(8)], 8) == (1, 8), "counted anew"
+    assert count_trained(rows(None, None), 8) == (2, 16)
+    assert count_trained([*rows(8, 16), {"step": 2, "samples": 16}], 8) == (2, 16)
+    assert count_trained([*rows(8, 16), *rows(8)], 8) == (1, 8), "counted anew"
 
 
 WEIGHTS_ONLY = """Traceback (most recent call last):
@@ -241,9 +241,9 @@ def resumed(batch: int, curve: Curve) -> Rehearsed:
     return start("same" if batch == 32 else "half", batch, TOTAL - SAVED, first_lr=rates[0][1], rates=rates)
 
 
-def curves_judged(curve: Curve, ratio: float | None = 1.0) -> Judgement:
+def curves_judged(curve: Curve, ratio: float | None = 1.0) -> ResumeJudgement:
     after = [0.1 * curve((SAVED + 32 * step) / TOTAL, 32) for step in (0, 2)]
-    return judged(
+    return judge_resume_test(
         [begin(SAVED, next_lr=after[0], lr_step=abs(after[1] - after[0])), resumed(32, curve), resumed(16, curve)],
         lr_ratio=ratio,
     )
@@ -300,13 +300,13 @@ def test_a_scheduler_that_goes_on_at_the_step_of_the_old_batch_is_found(
         SAME.model_copy(update={"schedule": stands(before)}),
         start("half", 16, 2560, schedule=stands(after)),
     ]
-    found = judged(starts, lr_ratio=1.0)
+    found = judge_resume_test(starts, lr_ratio=1.0)
     assert found.verdict == verdict and all("StepLR" in fault for fault in found.faults)
 
 
 def test_a_schedule_that_is_not_restored_is_found_although_its_learning_rate_is_right() -> None:
     before, after = (Schedule(name="LambdaLR", at=at, per_step=True, moves=True) for at in (24, 0))
-    found = judged([begin(schedule=before), SAME.model_copy(update={"schedule": after})], lr_ratio=1.0)
+    found = judge_resume_test([begin(schedule=before), SAME.model_copy(update={"schedule": after})], lr_ratio=1.0)
     assert found.faults == ("at batch 32 its schedule (LambdaLR) goes on at step 0, and stood at 24",)
 
 
@@ -315,9 +315,9 @@ def test_what_rows_tell_of_a_schedule() -> None:
         return {"step": step, "lr": 0.1 * step, "schedule": {"name": "torch.optim.StepLR", "at": at, "moves": True}}
 
     by_step = [told(step, step - 1) for step in range(1, 9)]
-    assert schedule_seen(by_step, after=4) == Schedule(name="StepLR", at=4, per_step=True, moves=True)
+    assert observed_schedule(by_step, after=4) == Schedule(name="StepLR", at=4, per_step=True, moves=True)
     by_epoch = [told(step, step // 4) for step in range(1, 9)]
-    assert schedule_seen(by_epoch, after=0) == Schedule(name="StepLR", at=0, per_step=False, moves=True)
-    assert schedule_seen([{"step": 1, "lr": 0.1}], after=0) is None
+    assert observed_schedule(by_epoch, after=0) == Schedule(name="StepLR", at=0, per_step=False, moves=True)
+    assert observed_schedule([{"step": 1, "lr": 0.1}], after=0) is None
     many = learning_rate_curve([{"step": step, "lr": step / 1e4} for step in range(1, 1001)], 32)
     assert len(many) <= 401 and many[0] == (32, 1e-4) and many[-1] == (32_000, 0.1)

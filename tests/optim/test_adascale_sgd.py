@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
+from tula_cli.optim.adascale_sgd import AdaScale, estimate_noise, gain
 from tula_cli.optim.parts import placement
 
 BATCH, REFERENCE = 64, 8
@@ -69,13 +69,13 @@ def test_estimates_are_the_papers_where_each_worker_has_the_reference_batch() ->
     sigma = (g**2).sum() / (workers - 1) - workers / (workers - 1) * (mean**2).sum()
     mu = (mean**2).sum() - sigma / workers
     small, large = torch.tensor((g**2).sum() / workers), torch.tensor((mean**2).sum())
-    found = estimates(small, large, samples=REFERENCE, batch=workers * REFERENCE, reference_batch=REFERENCE)
+    found = estimate_noise(small, large, samples=REFERENCE, batch=workers * REFERENCE, reference_batch=REFERENCE)
     assert [float(value) for value in found] == pytest.approx([sigma, mu])
 
 
 def test_estimates_are_bounded() -> None:
-    noise, _ = estimates(torch.tensor(1.0), torch.tensor(2.0), samples=8, batch=64, reference_batch=8)
-    _, signal = estimates(torch.tensor(100.0), torch.tensor(1.0), samples=8, batch=64, reference_batch=8)
+    noise, _ = estimate_noise(torch.tensor(1.0), torch.tensor(2.0), samples=8, batch=64, reference_batch=8)
+    _, signal = estimate_noise(torch.tensor(100.0), torch.tensor(1.0), samples=8, batch=64, reference_batch=8)
     assert float(noise) == pytest.approx(1e-6)
     assert float(signal) == 0
 
@@ -102,7 +102,7 @@ def test_the_first_steps_are_averaged_evenly_and_later_ones_by_their_number_of_p
         subject.weight.grad = drawn.mean(0)
         subject.optimizer.observe(drawn[:16].mean(0).square().sum(), 16)
         small, large = drawn[:16].mean(0).square().sum(), drawn.mean(0).square().sum()
-        noises.append(float(estimates(small, large, samples=16, batch=BATCH, reference_batch=REFERENCE)[0]))
+        noises.append(float(estimate_noise(small, large, samples=16, batch=BATCH, reference_batch=REFERENCE)[0]))
         subject.optimizer.step()
         even = count <= 1 / (1 - theta)
         expected = float(np.mean(noises)) if even else theta * expected + (1 - theta) * noises[-1]

@@ -176,7 +176,7 @@ MUTANTS = {
     # the state
     "the factors are not restored": (
         "factors",
-        'self._factor = {params[i]: _laid(s, params[i]) for i, s in state["scale"].items()}',
+        'self._factor = {params[i]: _match_layout(s, params[i]) for i, s in state["scale"].items()}',
         "pass",
     ),
     "the previous norm is not restored": ("gate", "else level.to(device)", "else None"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tula_cli.optim import orthogonal
-from tula_cli.optim.orthogonal import Ortho, batches, orthogonalised, turn_
+from tula_cli.optim.orthogonal import Ortho, batch_matrices, newton_schulz, orthogonalize_
 from tula_cli.optim.parts import placement
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
@@ -30,7 +30,7 @@ def cosine(one: Tensor, other: Tensor) -> float:
 
 def turned(update: Tensor) -> Tensor:
     result = update.clone()
-    turn_([result])
+    orthogonalize_([result])
     return result
 
 
@@ -38,7 +38,7 @@ def turned(update: Tensor) -> Tensor:
 def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) -> None:
     update = matrix(*shape)
     u, before, v = torch.linalg.svd(update, full_matrices=False)
-    inside = u.T @ orthogonalised(update[None])[0] @ v.T
+    inside = u.T @ newton_schulz(update[None])[0] @ v.T
     large = before > 0.01 * before.norm()
     assert float((inside - inside.diag().diag()).abs().max()) < 1e-9, "the same singular vectors"
     assert bool((inside.diag()[large] - 0.95).abs().max() < 0.3), "0.68 to 1.13 is where Muon's polynomial leaves them"
@@ -49,7 +49,7 @@ def test_iterations_are_those_of_muons_polynomial() -> None:
     known = value.diag() / value.norm()
     for _ in range(5):
         known = 3.4445 * known - 4.7750 * known**3 + 2.0315 * known**5
-    torch.testing.assert_close(orthogonalised(value[None])[0], known.diag())
+    torch.testing.assert_close(newton_schulz(value[None])[0], known.diag())
 
 
 @pytest.mark.parametrize("shape", [(8, 30), (30, 8), (16, 3, 3, 3), (5, 4, 7)])
@@ -82,7 +82,7 @@ SHAPES = [(8, 30), (8, 5, 3), (30, 8), (8, 64), (6, 9), (8, 2, 2, 2), (9, 6), (4
 def test_matrices_that_are_multiplied_together_turn_as_each_alone() -> None:
     updates = [matrix(*shape, seed=seed) * 10.0**-seed for seed, shape in enumerate(SHAPES)]
     together = [u.clone() for u in updates]
-    turn_(together)
+    orthogonalize_(together)
     for update, found in zip(updates, together, strict=True):
         torch.testing.assert_close(found, turned(update), rtol=1e-9, atol=0)
 
@@ -91,7 +91,7 @@ def test_a_gpu_fills_up_with_zeros_and_turns_the_same(monkeypatch: pytest.Monkey
     updates = [matrix(*shape, seed=seed).float() * 10.0**-seed for seed, shape in enumerate(SHAPES)]
     monkeypatch.setattr(placement, "on_device", lambda tensor: True)
     found = [u.clone() for u in updates]
-    turn_(found)
+    orthogonalize_(found)
     for update, one in zip(updates, found, strict=True):
         assert float(one.norm()) == pytest.approx(float(update.norm()), rel=1e-2)
         assert cosine(one.double(), polar(update.double())) > 0.95  # bfloat16
@@ -99,11 +99,11 @@ def test_a_gpu_fills_up_with_zeros_and_turns_the_same(monkeypatch: pytest.Monkey
 
 def test_batches_have_one_shorter_side_and_a_bound_on_zeros_and_size() -> None:
     sides = [(8, 30), (8, 16), (8, 30), (6, 9), (8, 8), (8, 30)]
-    assert batches(sides, padding=1.0, most=10**9) == [[0, 2, 5], [1], [4], [3]]
-    assert batches(sides, padding=1.3, most=10**9) == [[0, 2, 5, 1], [4], [3]]
-    assert batches(sides, padding=9.0, most=10**9) == [[0, 2, 5, 1, 4], [3]]
-    assert batches(sides, padding=9.0, most=480) == [[0, 2], [5, 1], [4], [3]]
-    assert batches(sides, padding=9.0, most=1) == [[0], [2], [5], [1], [4], [3]]
+    assert batch_matrices(sides, padding=1.0, most=10**9) == [[0, 2, 5], [1], [4], [3]]
+    assert batch_matrices(sides, padding=1.3, most=10**9) == [[0, 2, 5, 1], [4], [3]]
+    assert batch_matrices(sides, padding=9.0, most=10**9) == [[0, 2, 5, 1, 4], [3]]
+    assert batch_matrices(sides, padding=9.0, most=480) == [[0, 2], [5, 1], [4], [3]]
+    assert batch_matrices(sides, padding=9.0, most=1) == [[0], [2], [5], [1], [4], [3]]
 
 
 class Net(nn.Module):
@@ -124,7 +124,7 @@ def test_maps_are_turned_and_all_else_takes_the_bases_step(monkeypatch: pytest.M
     subject = Ortho(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
     names = {id(p): name for name, p in model.named_parameters()}
     assert [names[id(p)] for p in subject.matrices()] == ["conv.weight", "grouped.weight", "wide.weight"]
-    monkeypatch.setattr(orthogonal, "WIDEST", 4)
+    monkeypatch.setattr(orthogonal, "MAX_SHORTER_SIDE", 4)
     assert [names[id(p)] for p in subject.matrices()] == ["conv.weight"]
 
 
@@ -433,7 +433,7 @@ SETTINGS = [
 def test_what_is_turned_is_sgds_own_step_with_its_momentum(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orthogonal, "turn_", lambda updates: None)
+    monkeypatch.setattr(orthogonal, "orthogonalize_", lambda updates: None)
     models = [nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     plain = torch.optim.SGD(models[0].parameters(), lr=0.1, **settings)

@@ -39,7 +39,7 @@ from tula_cli.optim.parts.gradient_scaling import scale_on_device_, scale_on_hos
 from tula_cli.optim.parts.indicators import Bounds
 from tula_cli.optim.parts.small_batch import draw_counts
 from tula_cli.spec.ags import Ags
-from tula_cli.worker.methods.scaling import settings as settings_of
+from tula_cli.worker.methods.scaling import ags_arguments as settings_of
 
 # where only the gate is tested there is no small batch
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:an AGS refresh was due")]

@@ -34,7 +34,7 @@ def job(model: str = "mine:Net", **changes: object) -> JobSpec:
 
 
 def names(spec: JobSpec, workdir: Path, *path: str) -> list[str]:
-    return [file.relative_to(workdir).as_posix() for file in imports.files(spec, workdir, path=path)]
+    return [file.relative_to(workdir).as_posix() for file in imports.files_of_imports(spec, workdir, path=path)]
 
 
 # --- which files
@@ -53,8 +53,8 @@ def test_all_parts_of_a_spec_that_can_name_code_are_followed(here: Path) -> None
 
 def test_a_spec_of_built_in_names_leads_to_no_code(here: Path) -> None:
     write(here, resnet18="", digits="")
-    assert imports.files(make_runs.spec(), here) == ()
-    assert run_code.fingerprint(make_runs.spec(), here) == ""
+    assert imports.files_of_imports(make_runs.spec(), here) == ()
+    assert run_code.code_digest(make_runs.spec(), here) == ""
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_interpreter_below_the_workdir_is_not_the_users_code(here: Path, monk
 
 def test_tula_itself_is_not_the_users_code(here: Path) -> None:
     checkout = Path(imports.__file__).parents[1]
-    assert imports.files(job("tula_cli.spec.sections:JobSpec"), checkout, path=[]) == ()
+    assert imports.files_of_imports(job("tula_cli.spec.sections:JobSpec"), checkout, path=[]) == ()
 
 
 def test_earlier_runs_are_not_the_users_code(here: Path) -> None:
@@ -169,37 +169,37 @@ def test_earlier_runs_are_not_the_users_code(here: Path) -> None:
 
 def test_the_digest_tells_contents_names_and_nothing_else(here: Path) -> None:
     write(here, mine="import other", other="x = 1")
-    first = run_code.fingerprint(job(), here)
+    first = run_code.code_digest(job(), here)
     assert len(first) == 8
     write(here, unrelated="y = 1")
     os.utime(here / "mine.py", (0, 0))
-    assert run_code.fingerprint(job(), here) == first
+    assert run_code.code_digest(job(), here) == first
     write(here, other="x = 2")
-    edited = run_code.fingerprint(job(), here)
+    edited = run_code.code_digest(job(), here)
     write(here, other="x = 1")
-    assert run_code.fingerprint(job(), here) == first
+    assert run_code.code_digest(job(), here) == first
     (here / "other.py").rename(here / "moved.py")
     write(here, mine="import moved")
-    assert len({first, edited, run_code.fingerprint(job(), here)}) == 3
+    assert len({first, edited, run_code.code_digest(job(), here)}) == 3
 
 
 def test_the_digest_does_not_depend_on_where_the_folder_is(tmp_path: Path) -> None:
     for place in ("one", "two"):
         write(tmp_path / place, mine="x = 1")
-    assert run_code.fingerprint(job(), tmp_path / "one") == run_code.fingerprint(job(), tmp_path / "two")
+    assert run_code.code_digest(job(), tmp_path / "one") == run_code.code_digest(job(), tmp_path / "two")
 
 
 def test_contents_cannot_pass_for_another_file(tmp_path: Path) -> None:
     write(tmp_path, a="b.py\0c")
-    one = imports.digest([tmp_path / "a.py"], tmp_path)
+    one = imports.digest_of_files([tmp_path / "a.py"], tmp_path)
     write(tmp_path, a="", b="c")
-    assert imports.digest([tmp_path / "a.py", tmp_path / "b.py"], tmp_path) != one
+    assert imports.digest_of_files([tmp_path / "a.py", tmp_path / "b.py"], tmp_path) != one
 
 
 def test_a_file_that_cannot_be_read_is_named(here: Path) -> None:
     (here / "mine.py").symlink_to("/proc/self/mem")  # whose first page nobody can read, root neither
     with pytest.raises(SpecError, match=r"cannot read .*mine\.py: Input/output error"):
-        run_code.fingerprint(job(), here)
+        run_code.code_digest(job(), here)
 
 
 # --- the snapshot
@@ -211,7 +211,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def take(run: RunDir, spec: JobSpec, workdir: Path) -> str:
-    return run_code.snapshot(run, spec, run_code.choose(None, spec, workdir, keep=True))
+    return run_code.take_snapshot(run, spec, run_code.choose_code(None, spec, workdir, keep=True))
 
 
 def copied(run: RunDir, name: str) -> set[str]:
@@ -255,7 +255,7 @@ def test_a_package_comes_with_its_other_files_which_do_not_count_in_the_digest(h
     (here / "pack" / "__pycache__").mkdir()
     (here / "pack" / "__pycache__" / "net.pyc").touch()
     (here / "pack" / ".secret").touch()
-    digest, name = run_code.fingerprint(job("pack.net:Net"), here), take(run, job("pack.net:Net"), here)
+    digest, name = run_code.code_digest(job("pack.net:Net"), here), take(run, job("pack.net:Net"), here)
     assert copied(run, name) == {
         "pack/__init__.py", "pack/net.py", "pack/lazy.py", "pack/sub/more.py", "pack/labels.txt",
     }  # fmt: skip
@@ -263,7 +263,7 @@ def test_a_package_comes_with_its_other_files_which_do_not_count_in_the_digest(h
     again = take(run, job("pack.net:Net"), here)
     assert again != name
     assert (run.code_dir(again) / "pack" / "labels.txt").read_text() == "dog"
-    assert run_code.fingerprint(job("pack.net:Net"), here) == digest
+    assert run_code.code_digest(job("pack.net:Net"), here) == digest
 
 
 def test_keys_in_a_package_are_neither_copied_nor_in_the_diff(here: Path, run: RunDir) -> None:
@@ -305,7 +305,7 @@ def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypat
     for left in ("data2.bin", "a_weights.bin", "images"):
         assert (home / "pack" / left).is_symlink()
         assert (home / "pack" / left).resolve() == (here / "pack" / left).resolve()
-    (warning,) = run_code.choose(None, job(), here, keep=True).warnings
+    (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
     assert "pack/a_weights.bin, pack/data2.bin, pack/data3.bin and 1 more: too large" in warning
 
 
@@ -325,19 +325,19 @@ def test_files_beside_the_code_that_are_too_many_to_link_are_told(
 ) -> None:
     monkeypatch.setattr(selection, "MAX_ENTRIES", 3)
     write(here, mine="", one="", two="")
-    assert run_code.choose(None, job(), here, keep=True).warnings == ()
+    assert run_code.choose_code(None, job(), here, keep=True).warnings == ()
     write(here, three="")
-    (warning,) = run_code.choose(None, job(), here, keep=True).warnings
+    (warning,) = run_code.choose_code(None, job(), here, keep=True).warnings
     assert warning.startswith(".: more than 3 files beside the code")
     assert [path.name for path in run.code_dir(take(run, job(), here)).iterdir()] == ["mine.py"]
 
 
 def test_code_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:
     write(here, mine="x = 1")
-    planned = run_code.choose(None, job(), here, keep=True)
+    planned = run_code.choose_code(None, job(), here, keep=True)
     write(here, mine="x = 2")
     with pytest.raises(TulaError, match="mine:Net has just been changed"):
-        run_code.snapshot(run, job(), planned)
+        run_code.take_snapshot(run, job(), planned)
     assert list((run.path / "code").iterdir()) == []
 
 
@@ -396,12 +396,12 @@ def test_without_git_or_a_repository_there_is_no_commit(
 
 def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, ProbeTask]:
     """Profile; return the tasks."""
-    profile.start(run, profile.plan(spec, inspected(), run), launcher)
+    profile.submit_probes(run, profile.plan_probes(spec, inspected(), run), launcher)
     return {task.id: task for task in run.tasks() if isinstance(task, ProbeTask)}
 
 
 def plan_training(run: RunDir, spec: JobSpec) -> train.TrainPlan:
-    return train.plan(run, spec, nodes=1, batch=32, inspect=lambda _: inspected())
+    return train.plan_training(run, spec, nodes=1, batch=32, inspect=lambda _: inspected())
 
 
 def test_tasks_name_the_snapshot(here: Path, run: RunDir) -> None:
@@ -410,7 +410,7 @@ def test_tasks_name_the_snapshot(here: Path, run: RunDir) -> None:
     (name,) = {task.code for task in tasks.values()}
     assert (run.code_dir(name) / "mine.py").read_text() == "x = 1"
     planned = plan_training(run, job())
-    train.start(run, planned, FakeLauncher())
+    train.submit_training(run, planned, FakeLauncher())
     task = run.task(planned.task.id)
     assert isinstance(task, TrainTask)
     assert (task.code, task.workdir) == (name, str(here))
@@ -439,7 +439,7 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     before = submit(run, job(), launcher)
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
-    (warning,) = profile.plan(job(), inspected(), run).code.warnings
+    (warning,) = profile.plan_probes(job(), inspected(), run).code.warnings
     assert warning == f"the code behind mine:Net has changed: {run.id} goes on with the code that it was measured with"
     assert submit(run, job(), launcher) == before
 
@@ -453,7 +453,7 @@ def test_training_takes_the_code_that_is_there_now_and_says_so(here: Path, run: 
     assert now.task.signature != before.task.signature
     (warning,) = now.code.warnings
     assert f"the code behind mine:Net has changed since {run.id} was measured: what is there now is trained" in warning
-    train.start(run, now, FakeLauncher())
+    train.submit_training(run, now, FakeLauncher())
     task = run.task(now.task.id)
     assert isinstance(task, TrainTask)
     assert (run.code_dir(task.code) / "mine.py").read_text() == "x = 2"
@@ -462,7 +462,7 @@ def test_training_takes_the_code_that_is_there_now_and_says_so(here: Path, run: 
 def test_training_never_goes_on_from_a_checkpoint_of_other_code_and_says_so(here: Path, run: RunDir) -> None:
     write(here, mine="x = 1")
     before = plan_training(run, job())
-    train.start(run, before, FakeLauncher())
+    train.submit_training(run, before, FakeLauncher())
     checkpoint = run.training(before.task.signature).checkpoint_path(640)
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
@@ -506,20 +506,22 @@ def test_other_runs_of_the_same_job_are_those_with_other_code(here: Path, tmp_pa
     damaged = RunDir.create(root, job("mine:Third"))
     (damaged.path / "spec.yaml").write_text("{")
     new = RunDir.create(root, job(), code="22222222")
-    assert [other.id for other in run_code.others(new, job())] == [old.id]
+    assert [other.id for other in run_code.runs_with_other_code(new, job())] == [old.id]
     plain = RunDir.create(root, make_runs.spec())
     RunDir.create(root, make_runs.spec(), code="11111111")
-    assert run_code.others(plain, make_runs.spec()) == [], "a job that names no code has none that changes"
+    assert run_code.runs_with_other_code(plain, make_runs.spec()) == [], (
+        "a job that names no code has none that changes"
+    )
 
 
 def test_the_run_of_a_job_is_that_of_its_code_as_it_is_now(here: Path) -> None:
     root = Path("tula-runs")  # as a command is given it
     write(here, mine="x = 1")
-    first = run_code.run_of(root, job())
-    assert first.path.is_absolute() and first.path == run_code.run_of(root, job()).path
+    first = run_code.run_of_job(root, job())
+    assert first.path.is_absolute() and first.path == run_code.run_of_job(root, job()).path
     write(here, mine="x = 2")
-    assert run_code.run_of(root, job()).id != first.id
-    assert run_code.run_of(root, make_runs.spec()).path == RunDir.of(root.absolute(), make_runs.spec()).path
+    assert run_code.run_of_job(root, job()).id != first.id
+    assert run_code.run_of_job(root, make_runs.spec()).path == RunDir.of(root.absolute(), make_runs.spec()).path
     assert not root.exists()
 
 
@@ -680,7 +682,7 @@ def test_ranks_and_their_loaders_run_what_was_submitted(here: Path, tmp_path: Pa
     )
     run = RunDir.create(tmp_path / "runs", spec)
     planned = plan_training(run, spec)
-    train.start(run, planned, FakeLauncher())
+    train.submit_training(run, planned, FakeLauncher())
     write(here, mine="raise SystemExit('edited')", helper="VERSION = 'edited'")
     task = run.task(planned.task.id)
     assert isinstance(task, TrainTask)

@@ -285,19 +285,19 @@ def test_a_training_has_diverged_if_its_newest_attempt_did(run):
 
 
 def test_a_mark_of_cancelling_comes_and_goes(run):
-    assert not run.cancelled("probe-n001")
+    assert not run.is_cancelled("probe-n001")
     run.cancel("probe-n001")
-    assert run.cancelled("probe-n001")
+    assert run.is_cancelled("probe-n001")
     assert run.jobs() == []
     run.uncancel("probe-n001")
-    assert not run.cancelled("probe-n001")
+    assert not run.is_cancelled("probe-n001")
 
 
 def test_a_small_file_is_read_with_little_memory(tmp_path: Path) -> None:
     (tmp_path / "small.json").write_text("{}")
     tracemalloc.start()
     try:
-        assert files.content(tmp_path / "small.json") == b"{}"
+        assert files.read_content(tmp_path / "small.json") == b"{}"
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -311,7 +311,7 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callab
     own = tmp_path / "own.txt"
     own.write_text("the user's\n")
     plant(tmp_path / "metrics.jsonl", own)
-    for add in (lambda path: files.append_json_line(path, {}), files.open_to_add):
+    for add in (lambda path: files.append_json_line(path, {}), files.open_to_append):
         with pytest.raises(CannotWrite, match=r"cannot add to .*metrics\.jsonl: it is a link"):
             add(tmp_path / "metrics.jsonl")
     draft = tmp_path / f".spec.yaml.{socket.gethostname()}.{os.getpid()}"
@@ -323,9 +323,9 @@ def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callab
 
 @pytest.fixture
 def held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr(files._Held, "path", None)
-    monkeypatch.setattr(files._Held, "inode", 0)
-    files.hold(run.path)
+    monkeypatch.setattr(files._PinnedRun, "path", None)
+    monkeypatch.setattr(files._PinnedRun, "inode", 0)
+    files.pin_run(run.path)
     return run
 
 
@@ -335,7 +335,7 @@ def held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     [
         lambda path: files.write_atomic(path / "a" / "b.json", "{}"),
         lambda path: files.append_json_line(path / "a" / "metrics.jsonl", {}),
-        lambda path: files.open_to_add(path / "a" / "log"),
+        lambda path: files.open_to_append(path / "a" / "log"),
     ],
     ids=["whole", "a row", "a log"],
 )
@@ -348,14 +348,14 @@ def test_nothing_grows_where_a_run_was(held: RunDir, write: Callable[[Path], obj
     for place in (held.path, held.path / "types" / "x"):
         with pytest.raises(RunGone, match="moved or removed"):
             write(place)
-    assert files.is_gone(held.path) and held.path.exists() == another
+    assert files.is_run_gone(held.path) and held.path.exists() == another
     assert not another or not any(held.path.iterdir())
     write(held.path.with_name("elsewhere"))
 
 
 def test_a_run_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
     with pytest.raises(RunGone):
-        files.hold(tmp_path / "x")
+        files.pin_run(tmp_path / "x")
 
 
 @pytest.mark.parametrize("beside", ["tula-runs", "shared/deep/tula-runs"])

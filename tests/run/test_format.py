@@ -16,7 +16,7 @@ from tula_cli.cluster import local
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.stopping.other_format import require_known_format
 from tula_cli.cluster.supervise import supervise
-from tula_cli.cluster.watching.lookout import Lookout
+from tula_cli.cluster.watching.lookout import ChangeWatcher
 from tula_cli.errors import BadMeasurements, OtherFormat
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
@@ -47,7 +47,7 @@ def test_a_new_run_has_the_format_of_its_tula_and_an_older_one_gets_none(run: Ru
     told = run.path / "format"
     assert told.read_text() == f"{run_format.FORMAT} tula {__version__}\n"
     told.unlink()  # a run from before there were formats
-    run.adopt(run.spec())
+    run.save_job(run.spec())
     assert not told.exists()
     assert run.spec().name == "toy"
 
@@ -57,7 +57,7 @@ def test_what_is_measured_by_node_type_has_a_format_too(tmp_path: Path) -> None:
     spec = make.spec(node_types=types)
     run = RunDir.create(tmp_path, spec)
     for part in run.parts(spec):
-        part.run.adopt(part.spec)
+        part.run.save_job(part.spec)
         assert (part.run.path / "format").exists()
 
 
@@ -175,7 +175,7 @@ def test_a_job_that_another_tula_runs_says_so(run: RunDir) -> None:
     run.write_attempt(make.attempt(name, tula="0.1.0"))
 
     def notes() -> tuple[str, ...]:
-        return services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=make.START + 9).notes
+        return services_status.run_status(run, make.FakeLauncher({name: "running"}), now=make.START + 9).notes
 
     assert notes() == ()
     run.write_attempt(make.attempt(name, number=2, start=make.START + 5, tula="0.2.0"))
@@ -239,8 +239,8 @@ def test_a_job_on_one_machine_gives_a_sign_of_life_each_minute(run: RunDir, monk
     task = run.task(name)
     assert isinstance(task, ProbeTask)
     running = attempt.RunningAttempt(
-        run, Allocation(0, 1), None, GpuMemory(), task, make.attempt(name), LeaderCommand(task=name), 1e9, Lookout(run.path, Allocation(0, 1))  # type: ignore[arg-type]
+        run, Allocation(0, 1), None, GpuMemory(), task, make.attempt(name), LeaderCommand(task=name), 1e9, ChangeWatcher(run.path, Allocation(0, 1))  # type: ignore[arg-type]
     )  # fmt: skip
     for clock[0] in (100.0, 100.2, 159.0, 160.1, 161.0):
-        running._show_life()
+        running._touch_log()
     assert touched == [run.log_path(name, 1)] * 2

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import tula_cli
-from tula_cli.run.frames import frame
+from tula_cli.run.frames import make_frame
 
 ROWS = (
     {"name": "a", "bytes": 2**60 + 1, "nodes": 1, "seconds": 0.5, "chosen": True, "saved": None},
@@ -12,14 +12,14 @@ ROWS = (
 
 
 def test_a_column_of_whole_numbers_is_one_where_some_are_missing() -> None:
-    types = {name: str(dtype) for name, dtype in frame(ROWS).dtypes.items()}
+    types = {name: str(dtype) for name, dtype in make_frame(ROWS).dtypes.items()}
     assert types == {
         "name": types["name"], "bytes": "Int64", "nodes": "Int64", "seconds": "float64", "chosen": "bool", "saved": "object",
     }  # fmt: skip
 
 
 def test_whole_numbers_are_written_as_such_and_exactly() -> None:
-    assert frame(ROWS).to_csv(index=False).splitlines() == [
+    assert make_frame(ROWS).to_csv(index=False).splitlines() == [
         "name,bytes,nodes,seconds,chosen,saved",
         "a,1152921504606846977,1,0.5,True,",
         "b,,2,,False,",

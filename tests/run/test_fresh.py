@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.run.notices import fresh
-from tula_cli.run.notices.fresh import appears, identity, is_there
+from tula_cli.run.notices.fresh import identity, is_listed, wait_until_listed
 
 
 def refused(*_: object) -> int:
@@ -29,14 +29,14 @@ def test_the_answer_is_that_of_a_stat(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_name_is_looked_for_in_its_folder(tmp_path: Path) -> None:
-    assert not is_there(tmp_path / "none" / "file")
+    assert not is_listed(tmp_path / "none" / "file")
     (tmp_path / "file").write_text("")
-    assert is_there(tmp_path / "file") and not is_there(tmp_path / "other")
+    assert is_listed(tmp_path / "file") and not is_listed(tmp_path / "other")
 
 
 def test_what_appears_late_is_waited_for(tmp_path: Path) -> None:
-    assert not appears(tmp_path / "file", within=0.0)
+    assert not wait_until_listed(tmp_path / "file", within=0.0)
     late = threading.Timer(0.3, (tmp_path / "file").touch)
     late.start()
-    assert appears(tmp_path / "file", within=20.0)
+    assert wait_until_listed(tmp_path / "file", within=20.0)
     late.join()

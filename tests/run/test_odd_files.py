@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.scripts.checkpoints import whole
+from tula_cli.cluster.scripts.checkpoints import is_complete
 from tula_cli.errors import TulaError
 from tula_cli.run import files
 from tula_cli.run.source.weights_file import file_digest
@@ -26,10 +26,10 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 # what reads a file, and what it answers of one that is none: False, or an error
 READERS: dict[str, Callable[[Path], object]] = {
-    "record": files.content,
-    "lines": lambda path: list(files.json_lines(path)),
+    "record": files.read_content,
+    "lines": lambda path: list(files.read_json_lines(path)),
     "end of a log": lambda path: files.read_end(path, 100),
-    "checkpoint of a script": lambda path: whole(path) and path.is_file(),
+    "checkpoint of a script": lambda path: is_complete(path) and path.is_file(),
     "first weights": lambda path: path.is_dir() or file_digest(str(path)),
 }
 
@@ -61,8 +61,8 @@ def test_holes_of_a_sparse_file_are_passed_over(tmp_path: Path) -> None:
         file.write(b'{"kind": "a"}\n')
         file.seek(20 * 2**30)
         file.write(b'\n{"kind": "b"}\n')
-    assert [row["kind"] for row in files.json_lines(path)] == ["a", "b"]
+    assert [row["kind"] for row in files.read_json_lines(path)] == ["a", "b"]
 
 
 def test_a_file_is_read_up_to_the_size_that_it_has() -> None:
-    assert files.content(Path("/proc/self/status")) == b"", "the kernel's files say 0, whatever comes of them"
+    assert files.read_content(Path("/proc/self/status")) == b"", "the kernel's files say 0, whatever comes of them"

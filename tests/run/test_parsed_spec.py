@@ -21,7 +21,7 @@ def test_a_job_is_read_without_its_yaml(run):
 def test_an_edited_yaml_counts_and_the_json_beside_it_does_not(run):
     path = run.path / "spec.yaml"
     path.write_text(path.read_text().replace("lr: 0.1", "lr: 0.2"))
-    assert parsed_spec.read(run.path) is None and run.spec().optimizer.lr == 0.2
+    assert parsed_spec.read_spec(run.path) is None and run.spec().optimizer.lr == 0.2
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"digest": 3}', None])
@@ -39,4 +39,4 @@ def test_the_parts_are_those_of_the_node_types(tmp_path):
     assert {name: run.path / part for name, part in found.items()} == {
         p.type: p.run.path for p in run.parts(run.spec())
     }
-    assert parsed_spec.read(RunDir.create(tmp_path, make.spec()).path).parts == {"": "."}
+    assert parsed_spec.read_spec(RunDir.create(tmp_path, make.spec()).path).parts == {"": "."}

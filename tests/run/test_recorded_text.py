@@ -19,7 +19,7 @@ from tula_cli.run.records.results import Summary
 from tula_cli.run.records.shim import RankResult, ScriptFailure
 from tula_cli.spec.load import validate
 from tula_cli.worker.build.sampling import Position
-from tula_cli.worker.train.metrics import Metrics
+from tula_cli.worker.train.metrics import MetricsFile
 
 SECRET = "s3cr3tXYZ9"
 QUOTED = f"HTTPError: 403 of https://user:{SECRET}@host/x?sig={SECRET} (HF_TOKEN={SECRET}, --password {SECRET})"
@@ -51,7 +51,7 @@ def test_what_failed_and_what_was_warned_of_is_recorded_without_secrets(tmp_path
     add_failed(run, 2, 8, QUOTED)
     add_out_of_memory(run, 4, 8, assumed=True)
     task = train_task(spec())
-    with Metrics(run, task, first=True, samples=0) as metrics:
+    with MetricsFile(run, task, is_first=True, samples=0) as metrics:
         metrics.add("warning", Position(), 0.0, message=QUOTED, nested={"causes": [QUOTED]})
     scripted = task.model_copy(update={"spec": script_spec(epochs=2)})
     ScriptTraining(run, scripted)._add("warning", 0, message=QUOTED)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tula_cli.run import script_attempt
-from tula_cli.run.files import json_lines
+from tula_cli.run.files import read_json_lines
 from tula_cli.run.notices import news
 from tula_cli.run.script_attempt import ScriptAttempt
 
@@ -29,15 +29,15 @@ def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> No
 def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text('{"a": 1}\n{"a": 2}\nnot json\n{"a": 3}\n')
-    assert list(json_lines(path)) == [{"a": 1}, {"a": 2}, {"a": 3}]
-    assert list(json_lines(path, last=12)) == [{"a": 3}]
-    assert list(json_lines(path, last=1000)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert list(read_json_lines(path)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert list(read_json_lines(path, last_bytes=12)) == [{"a": 3}]
+    assert list(read_json_lines(path, last_bytes=1000)) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
 def test_the_end_that_is_near_is_told_once(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "t", 1)
-    before = news.state(attempt.run)
+    before = news.news_state(attempt.run)
     attempt.announce_end(1234.56)
-    assert news.state(attempt.run) not in (None, before), "followers look where there is news"
+    assert news.news_state(attempt.run) not in (None, before), "followers look where there is news"
     attempt.announce_end(9.0)
     assert attempt.ends_at() == 1234.6

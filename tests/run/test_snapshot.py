@@ -21,9 +21,9 @@ def run(tmp_path):
 
 def test_one_look_at_many_ended_slurm_jobs_reads_each_file_at_most_once(tmp_path, monkeypatch):
     run = benchmark.make_run(tmp_path, 66)
-    monkeypatch.setattr(queue, "ask", lambda ids, patient: {id_: SchedulerState("ended") for id_ in ids})
+    monkeypatch.setattr(queue, "ask_states", lambda ids, patient: {id_: SchedulerState("ended") for id_ in ids})
     with benchmark.counted() as reads:
-        status = services_status.snapshot(run, submit.SlurmLauncher(), now=benchmark.START + 999)
+        status = services_status.run_status(run, submit.SlurmLauncher(), now=benchmark.START + 999)
     assert [job.state for job in status.jobs] == ["done"] * 66
     assert len(reads) == len(set(reads))
     missing = {path for path in reads if not path.exists()}
@@ -82,7 +82,7 @@ def test_a_damaged_result_is_told_beside_the_others(run):
     ],
 )
 def test_the_hint_of_a_damaged_file_names_the_command_that_writes_it(name, hint):
-    assert files.damaged(Path("run") / name, "it is no text").hint == hint
+    assert files.damaged_error(Path("run") / name, "it is no text").hint == hint
 
 
 @pytest.mark.promise(
@@ -102,7 +102,7 @@ def test_a_damaged_curve_is_told_and_one_that_a_kill_has_cut_off_is_not(run):
         path.write_bytes(bad)
         (words,) = run.read().training_warnings
         assert words.startswith(f"{path} is damaged: {count} of its lines cannot be read")
-    now = services_status.snapshot(run, make.FakeLauncher({}), now=make.START)
+    now = services_status.run_status(run, make.FakeLauncher({}), now=make.START)
     assert now.warnings == (words,) and now.training.samples == 1920
 
 
@@ -139,7 +139,7 @@ def test_what_waits_for_a_run_that_was_moved_is_over(run, tmp_path, monkeypatch)
     job = make.add_training(run, rows=make.metrics())
     run.write_job(run.job(job).model_copy(update={"folder": str(run.path), "scheduler": "slurm"}))
     monkeypatch.setattr(
-        queue, "ask", lambda ids, patient: {id_: SchedulerState("pending", "Dependency") for id_ in ids}
+        queue, "ask_states", lambda ids, patient: {id_: SchedulerState("pending", "Dependency") for id_ in ids}
     )
     moved = RunDir(tmp_path / "moved")
 

@@ -78,14 +78,14 @@ def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tm
 )
 def test_what_the_file_system_says_has_its_class(code: int, kind: type, outcome: str, tmp_path: Path) -> None:
     said = OSError(code, os.strerror(code), str(tmp_path / "a.json"))
-    told = files.cannot_write(tmp_path / "a.json", said)
+    told = files.write_error(tmp_path / "a.json", said)
     assert type(told) is kind and os.strerror(code) in told.message and told.hint
     assert classify(f"Traceback (most recent call last):\nOSError: {said}\n") == outcome
     assert classify(f"Traceback (most recent call last):\ntula_cli.errors.{kind.__name__}: {told}\n") == outcome
 
 
 def test_a_folder_that_is_not_ones_own_is_neither(tmp_path: Path) -> None:
-    told = files.cannot_write(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    told = files.write_error(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
     assert type(told) is CannotWrite and "another folder" in told.hint
 
 

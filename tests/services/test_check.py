@@ -25,9 +25,9 @@ from tula_cli.services import logs as services_logs
 from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
-from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
-from tula_cli.services.profile import plan
-from tula_cli.services.profiling.expectation import SUPPOSED_START, expectation
+from tula_cli.services.nodes import check_node_count, conclude_cluster, start_on_cluster, watch_cluster
+from tula_cli.services.profile import plan_probes
+from tula_cli.services.profiling.expectation import ASSUMED_START, expect_search
 from tula_cli.show import check as show_check
 from tula_cli.show import estimate as show_estimate
 from tula_cli.spec.job import JobSpec
@@ -111,7 +111,7 @@ def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(fo
     packed = spec(cluster={"kind": "slurm"}, **of)
     report = check(packed)
     assert report.node_hours_at_most == pytest.approx(4 * (3 * 6 + 2) / 60)  # what SLURM is asked for
-    assert report.node_hours_at_most == pytest.approx(plan(packed, inspection(), None).node_hours_at_most)
+    assert report.node_hours_at_most == pytest.approx(plan_probes(packed, inspection(), None).node_hours_at_most)
     assert "1.33 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.93
     each = check(spec(cluster={"kind": "slurm"}, search={"nodes": [1, 2, 4]}))
     told = [next(line for line in show_check.check(r, {}) if " in " in str(line)) for r in (report, each)]
@@ -122,9 +122,9 @@ def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(fo
 def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_most(tmp_path):
     job = spec(search={"nodes": [1, 2], "max_minutes": 20})
     jobs = [(1, (32, 64, 1024)), (2, (16,))]
-    supposed = expectation(job, jobs, None)
+    supposed = expect_search(job, jobs, None)
     assert supposed.basis == "where a step takes 0.1 s"
-    assert supposed.hours == pytest.approx((2 * SUPPOSED_START + 4 * job.search.probe_seconds(0.1)) / 3600)
+    assert supposed.hours == pytest.approx((2 * ASSUMED_START + 4 * job.search.probe_seconds(0.1)) / 3600)
     run = RunDir.create(tmp_path, job)
     for local in (32, 512):
         make.add_measured(run, 1, local)
@@ -135,12 +135,12 @@ def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_mo
             for local in (32, 512)
         ),
     )
-    known = expectation(job, jobs, run)
+    known = expect_search(job, jobs, run)
     assert known.basis == "as the 2 probes there are took" and many > few
     assert known.hours == pytest.approx((2 * start + 3 * few + many) / 3600)
     assert known.node_hours == pytest.approx((3 * start + 4 * few + many) / 3600)
     brief = spec(search={"nodes": [1, 2], "max_minutes": 0.01})
-    assert expectation(brief, jobs, run).hours == pytest.approx(2 * 0.01 / 60)
+    assert expect_search(brief, jobs, run).hours == pytest.approx(2 * 0.01 / 60)
 
 
 def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_known(found, tmp_path):
@@ -467,9 +467,9 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch) -> Nodes:
-    monkeypatch.setattr(scheduler, "ended_how", lambda _: None)
-    monkeypatch.setattr(site, "allocated", lambda _: ("n1", "n2"))
-    monkeypatch.setattr(site, "partitions", lambda: ())
+    monkeypatch.setattr(scheduler, "end_outcome", lambda _: None)
+    monkeypatch.setattr(site, "allocated_hosts", lambda _: ("n1", "n2"))
+    monkeypatch.setattr(site, "list_partitions", lambda: ())
     return Nodes(tmp_path, spec(cluster=SLURM))
 
 
@@ -623,7 +623,7 @@ def test_the_logs_of_a_check_are_found(nodes):
     path = nodes.run.log_path(nodes.task.id, 1)
     path.parent.mkdir()
     path.write_text("no interface\n")
-    assert [line.text for line in services_logs.logs(nodes.run, services_logs.Wanted(job=nodes.task.job))] == [
+    assert [line.text for line in services_logs.read_logs(nodes.run, services_logs.LogQuery(job=nodes.task.job))] == [
         "no interface"
     ]
 
@@ -668,7 +668,7 @@ def test_an_expected_start_is_told_again_where_another_minute_is_shown(nodes, mo
     states = [scheduler.SchedulerState("pending", "Priority", at) for at in starts]
     monkeypatch.setattr(services_nodes, "watch_cluster", lambda *_, **__: iter(states))
     monkeypatch.setattr(services_nodes, "conclude_cluster", lambda *_: None)
-    events = services_nodes.work(nodes.run, nodes.spec, lambda _: nodes.launcher, nodes=2)
+    events = services_nodes.run_node_check(nodes.run, nodes.spec, lambda _: nodes.launcher, nodes=2)
     assert [event.state.starts_at for event in events] == [None, 600.0, 660.0]
 
 
@@ -716,7 +716,7 @@ def test_the_node_that_leaves_nothing_is_named_and_the_job_ended(nodes):
 
 
 def test_nodes_are_told_by_number_where_nobody_knows_their_names(nodes, monkeypatch):
-    monkeypatch.setattr(site, "allocated", lambda _: ())
+    monkeypatch.setattr(site, "allocated_hosts", lambda _: ())
     nodes.log(0)
     with pytest.raises(JobFailed, match="node 1 of the job wrote into it, node 2 of the job did not") as caught:
         nodes.watch()
@@ -757,7 +757,7 @@ def test_a_job_that_ends_before_its_ranks_is_told_by_its_log(nodes):
 
 @pytest.mark.parametrize(("how", "words"), [("cancelled", "cancelled"), ("node_failure", "node failure")])
 def test_a_job_that_was_ended_is_no_story_of_folders(nodes, monkeypatch, how, words):
-    monkeypatch.setattr(scheduler, "ended_how", lambda _: how)
+    monkeypatch.setattr(scheduler, "end_outcome", lambda _: how)
     with pytest.raises(JobFailed, match=f"ended before it could look: {words}"):
         nodes.conclude()
 
@@ -774,31 +774,31 @@ def test_tula_cancel_ends_the_waiting(nodes):
 
 def offer(monkeypatch, **sizes: int) -> None:
     found = [Partition(n, n == "main", True, 60, None, (NodeKind(size, 4, 0, ()),)) for n, size in sizes.items()]
-    monkeypatch.setattr(site, "partitions", lambda: tuple(found))
+    monkeypatch.setattr(site, "list_partitions", lambda: tuple(found))
 
 
 @pytest.mark.parametrize(("searched", "nodes"), [([1, 2], 2), ([4, 8], 4), ([1], 2), ([8, 3], 3)])
 def test_the_fewest_nodes_of_the_search_are_looked_at(monkeypatch, searched, nodes):
     offer(monkeypatch, main=16)
-    assert cluster_nodes(spec(cluster=SLURM, search={"nodes": searched}), None) == nodes
+    assert check_node_count(spec(cluster=SLURM, search={"nodes": searched}), None) == nodes
 
 
 def test_a_small_partition_bounds_the_nodes(monkeypatch):
     offer(monkeypatch, main=2, tiny=1)
     job = spec(cluster=SLURM, search={"nodes": [4, 8]})
-    assert cluster_nodes(job, None) == 2
+    assert check_node_count(job, None) == 2
     with pytest.raises(SpecError, match="--nodes 3: a job can have 2 nodes here"):
-        cluster_nodes(job, 3)
+        check_node_count(job, 3)
     tiny = spec(cluster={**SLURM, "slurm": {"partition": "tiny"}})
-    assert cluster_nodes(tiny, None) == 1
+    assert check_node_count(tiny, None) == 1
 
 
 def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch):
     offer(monkeypatch)
-    assert cluster_nodes(spec(cluster=SLURM), 64) == 64
-    assert cluster_nodes(spec(search={"nodes": [1]}), None) == 1
+    assert check_node_count(spec(cluster=SLURM), 64) == 64
+    assert check_node_count(spec(search={"nodes": [1]}), None) == 1
     offer(monkeypatch, main=2)
-    assert cluster_nodes(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
+    assert check_node_count(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
 
 
 def test_of_a_script_nothing_is_told_that_it_decides_by_itself():

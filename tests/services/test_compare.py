@@ -31,7 +31,7 @@ from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, kept, session, trainings
-from tula_cli.services.comparison.rows import known_methods, own_row
+from tula_cli.services.comparison.rows import known_methods, row_of_job
 from tula_cli.services.reporting import compared as compared_document
 from tula_cli.services.reporting import comparison_document, gradient_figures
 from tula_cli.services.reporting.document import Document, Fact
@@ -130,21 +130,21 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> services_compare.ComparePlan:
-    return services_compare.plan(run, spec or run.spec(), grid, inspect=inspect, now=1.0)
+    return services_compare.plan_comparison(run, spec or run.spec(), grid, inspect=inspect, now=1.0)
 
 
 def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> accuracy.CompareReport:
     planned = plan(run, grid)
-    list(trainings.one_by_one(run, planned, launcher, inspect=inspect, **how))
+    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect, **how))
     return table(run, planned.comparison)
 
 
 def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
-    now = services_status.snapshot(run, launcher or make.FakeLauncher(), now=time.time())
-    return accuracy.report(run, comparison, run.spec(), jobs=now.jobs)
+    now = services_status.run_status(run, launcher or make.FakeLauncher(), now=time.time())
+    return accuracy.build_compare_report(run, comparison, run.spec(), jobs=now.jobs)
 
 
-def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.Row:
+def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.ComparisonRow:
     (found,) = [row for row in report.rows if (row.method, row.batch) == (method, batch)]
     return found
 
@@ -196,7 +196,7 @@ def test_the_reference_is_the_first_row_also_beside_smaller_batches(run: RunDir)
 def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
     spec = run.spec()
     by_hand = make.spec(**{**SPEC, "optimizer": {"lr": 0.4}, "train": {**SPEC["train"], "method": "lbt", "seed": 6}})
-    assert services_compare.cell_spec(spec, "lbt-x4", 6) == by_hand
+    assert services_compare.job_of_cell(spec, "lbt-x4", 6) == by_hand
     cell = next(c for c in plan(run).comparison.cells if (c.method, c.batch, c.seed) == ("lbt-x4", 256, 6))
     assert cell.signature == train_signature(by_hand, nodes=1, batch=256)
 
@@ -204,40 +204,42 @@ def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
 def test_a_scaling_of_the_learning_rate_is_that_of_the_jobs_own_method_alone() -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "lr_scaling": "sqrt"}})
     scaling = {
-        name: services_compare.cell_spec(spec, name, 5).train.lr_scaling for name in ("lrs", "ags", "lbt-x2", "sqrt")
+        name: services_compare.job_of_cell(spec, name, 5).train.lr_scaling for name in ("lrs", "ags", "lbt-x2", "sqrt")
     }
     assert scaling == {"lrs": "sqrt", "ags": "auto", "lbt-x2": "auto", "sqrt": "sqrt"}
 
 
 def test_a_row_may_keep_the_half_life_of_the_second_moment_which_a_script_has_for_itself() -> None:
     adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 1e-3}})
-    made = services_compare.cell_spec(adam, "sqrt-beta2", 5)
+    made = services_compare.job_of_cell(adam, "sqrt-beta2", 5)
     assert (made.train.method, made.train.lr_scaling, made.optimizer.beta2_half_life) == ("lrs", "sqrt", "auto")
-    assert services_compare.cell_spec(adam, "sqrt", 5).optimizer.beta2_half_life is None
-    assert "which a script has for itself" in services_compare.why_not(script_job(), "sqrt-beta2")
+    assert services_compare.job_of_cell(adam, "sqrt", 5).optimizer.beta2_half_life is None
+    assert "which a script has for itself" in services_compare.why_not_a_row(script_job(), "sqrt-beta2")
 
 
 def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
     kept = {"consensus": "check", "apply_to": "update"}
     spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})
-    own = services_compare.cell_spec(spec, "robust", 5)
+    own = services_compare.job_of_cell(spec, "robust", 5)
     assert own.train.method == "ags" and own.ags.resolved() != spec.ags.resolved()
     assert own.ags.resolved() == make.spec(ags={"preset": "robust", **kept}).ags.resolved()
 
 
 def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lbt", "lr_scaling": "linear"}})
-    assert {services_compare.cell_spec(spec, name, 5).train.lr_scaling for name in ("lbt", "lbt-x2", "ags")} == {"auto"}
+    assert {services_compare.job_of_cell(spec, name, 5).train.lr_scaling for name in ("lbt", "lbt-x2", "ags")} == {
+        "auto"
+    }
 
 
 def test_a_batch_grows_in_the_rows_of_method_ramp_alone() -> None:
     stages = [{"epochs": 1, "batch": 32}]
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "ramp": stages}})
-    found = {name: services_compare.cell_spec(spec, name, 5).train.stages for name in ("ramp", "lrs", "lbt", "ags")}
+    found = {name: services_compare.job_of_cell(spec, name, 5).train.stages for name in ("ramp", "lrs", "lbt", "ags")}
     (stage,) = found.pop("ramp")
     assert stage.batch == 32 and set(found.values()) == {None}
     plain = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs"}})
-    assert services_compare.cell_spec(plain, "ramp", 5).train.stages == "auto"
+    assert services_compare.job_of_cell(plain, "ramp", 5).train.stages == "auto"
 
 
 def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunDir) -> None:
@@ -287,22 +289,22 @@ def default_grid(tmp_path: Path, *, batch: int = 512, **changes: dict[str, Any])
 )
 def test_without_methods_every_job_has_rows_that_fit_with_its_own(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec, grid = default_grid(tmp_path, **changes)
-    own = own_row(spec)
+    own = row_of_job(spec)
     assert {"lbt", own} <= set(grid.methods) and len(grid.methods) <= 4
     assert grid.rows(32)[0] == ("lbt", 32) and ("lbt-x4", 512) in grid.rows(32), "one control"
-    services_compare._refuse_misfits(spec, grid)
-    made = services_compare.cell_spec(spec, own, spec.train.seed)
+    services_compare._require_fitting_methods(spec, grid)
+    made = services_compare.job_of_cell(spec, own, spec.train.seed)
     assert train_signature(made, nodes=1, batch=512) == train_signature(spec, nodes=1, batch=512), "as the job trains"
 
 
 def test_all_rows_have_the_schedule_of_the_job(tmp_path: Path) -> None:
     ramp, grid = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"method": "ramp"})
-    kinds = {row: services_compare.cell_spec(ramp, row, 0).schedule.decay_from for row in (*grid.methods, "lbt-x4")}
+    kinds = {row: services_compare.job_of_cell(ramp, row, 0).schedule.decay_from for row in (*grid.methods, "lbt-x4")}
     assert set(kinds.values()) == {0.7}, "that of method ramp, also for the plain large batch and the control"
     plain, _ = default_grid(tmp_path, optimizer={"name": "AdamW"}, train={"method": "lbt"})
-    assert services_compare.cell_spec(plain, "ramp", 0).schedule.kind == "constant"
-    assert services_compare.cell_spec(ramp, "ramp:schedule.kind=cosine", 0).schedule.kind == "cosine"
-    assert services_compare.cell_spec(ramp, "schedule_free", 0).schedule.kind == "constant"
+    assert services_compare.job_of_cell(plain, "ramp", 0).schedule.kind == "constant"
+    assert services_compare.job_of_cell(ramp, "ramp:schedule.kind=cosine", 0).schedule.kind == "cosine"
+    assert services_compare.job_of_cell(ramp, "schedule_free", 0).schedule.kind == "constant"
 
 
 def test_at_the_reference_batch_there_is_no_control_and_just_above_it_the_smaller_one(tmp_path: Path) -> None:
@@ -335,7 +337,7 @@ def test_a_gap_is_over_the_seeds_of_both(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     for cell in planned.comparison.cells:
         if (cell.method, cell.seed) != ("lrs", 5):
-            trainings.submit(run, planned, cell, launcher, inspect=inspect)
+            trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
     found = row(table(run, planned.comparison), "lrs", 256)
     assert found.top1.n == 1 and found.gap == pytest.approx(5.0)
     assert found.recovered is None, "of one seed in common no noise is known"
@@ -415,7 +417,7 @@ def test_a_job_that_never_works_ends_the_grid(run: RunDir) -> None:
     launcher = Trains(fails=tuple(TOP1))
     with pytest.raises(JobFailed, match=r"first 3 trainings have all failed.*KeyError"):
         trained(run, launcher)
-    assert len(launcher.submitted) == trainings.HOPELESS
+    assert len(launcher.submitted) == trainings.MAX_FIRST_FAILURES
 
 
 def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
@@ -445,12 +447,12 @@ def test_a_diverged_training_is_over_without_a_number_and_not_tried_again(run: R
 def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     cell = next(cell for cell in planned.comparison.cells if (cell.method, cell.batch) == ("lbt-x4", 256))
-    trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
     found = row(table(run, planned.comparison), "lbt-x4", 256)
     assert found.cells[0].state == "diverged"
-    assert found.top1 == accuracy.Stat(10.0, None, 1) and found.loss is None
+    assert found.top1 == accuracy.SeedStatistics(10.0, None, 1) and found.loss is None
 
 
 def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
@@ -459,16 +461,18 @@ def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
     trained(run, launcher, seconds=0.0, clock=lambda: 0.0)
     assert len(launcher.submitted) == 1  # of which nothing is known
     planned = plan(run)
-    list(trainings.one_by_one(run, planned, launcher, inspect=inspect, seconds=3599.0, clock=lambda: 0.0))
+    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect, seconds=3599.0, clock=lambda: 0.0))
     assert len(launcher.submitted) == 1
     moment = itertools.count(0, 600)
-    list(trainings.one_by_one(run, planned, launcher, inspect=inspect, seconds=7000.0, clock=lambda: next(moment)))
+    list(
+        trainings.train_one_by_one(run, planned, launcher, inspect=inspect, seconds=7000.0, clock=lambda: next(moment))
+    )
     assert 1 < len(launcher.submitted) < 22
 
 
 def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
     planned = plan(run)
-    steps = list(trainings.one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))
+    steps = list(trainings.train_one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))
     ended = [step for step in steps if step.ended is not None]
     assert [step.done + step.failed for step in ended] == list(range(1, 23))
     assert (ended[-1].done, ended[-1].failed, ended[-1].left) == (18, 4, 0.0)
@@ -479,24 +483,24 @@ def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
 
 def test_what_is_left_is_what_the_training_says_and_what_is_expected_of_the_others(run: RunDir) -> None:
     job = make.add_training(run, rows=make.metrics())
-    now = services_status.snapshot(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
+    now = services_status.run_status(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
     assert now.training is not None and now.training.eta == pytest.approx(70.0)
-    assert trainings._left(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
-    assert trainings._left(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)
-    assert trainings._left(now, job, 1.0, None) is None
+    assert trainings._remaining_seconds(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
+    assert trainings._remaining_seconds(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)
+    assert trainings._remaining_seconds(now, job, 1.0, None) is None
 
 
 def test_changed_code_ends_a_comparison(run: RunDir) -> None:
     planned = plan(run)
     first = planned.comparison.cells[0].model_copy(update={"signature": "00000000"})
     with pytest.raises(TulaError, match="has changed since the comparison was started"):
-        trainings.submit(run, planned, first, Trains(), inspect=inspect)
+        trainings.submit_cell(run, planned, first, Trains(), inspect=inspect)
 
 
 def test_a_scheduler_gets_everything_at_once(run: RunDir) -> None:
     launcher = Trains()
     planned = plan(run)
-    jobs = trainings.submit_all(run, planned, launcher, inspect=inspect)
+    jobs = trainings.submit_cells(run, planned, launcher, inspect=inspect)
     assert jobs == [f"train-{cell.signature}" for cell in planned.comparison.cells]
     steps = list(trainings.wait_for_all(run, planned, launcher, jobs))
     assert (steps[-1].done, steps[-1].failed, steps[-1].total) == (22, 0, 22)
@@ -518,7 +522,7 @@ def test_expected_hours_are_those_of_the_own_row_then_predicted_then_of_the_batc
 def test_mean_deviation_gap_and_what_is_recovered(run: RunDir) -> None:
     report = trained(run, Trains())
     lrs = row(report, "lrs", 256)
-    assert lrs.top1 == accuracy.Stat(86.0, pytest.approx(math.sqrt(2)), 2)  # 85 and 87: the sample deviation
+    assert lrs.top1 == accuracy.SeedStatistics(86.0, pytest.approx(math.sqrt(2)), 2)  # 85 and 87: the sample deviation
     assert (lrs.gap, lrs.recovered) == (pytest.approx(5.0), pytest.approx(0.5))
     assert row(report, "ags", 256).recovered == pytest.approx(1.0)
     assert row(report, "lbt-x2", 256).recovered == pytest.approx(-1.0)
@@ -538,15 +542,24 @@ def test_samples_of_branches_are_seen_too(run: RunDir) -> None:
 
 
 def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
-    near, far, own = accuracy.Stat(80.0, 3.0, 2), accuracy.Stat(80.0, 0.1, 2), accuracy.Stat(82.0, 1.0, 2)
-    reference = accuracy.Stat(82.0, 3.0, 2)
-    assert accuracy.recovered(reference, near, own, "top1") is None  # standard error of the difference: 3
-    assert accuracy.recovered(accuracy.Stat(83.5, 3.0, 2), near, own, "top1") == pytest.approx(2 / 3.5)
-    assert accuracy.recovered(accuracy.Stat(82.0, 0.1, 2), far, own, "top1") == pytest.approx(1.0)
-    assert accuracy.recovered(accuracy.Stat(82.0, None, 1), accuracy.Stat(80.0, 0.1, 2), own, "top1") is None, (
-        "noise unknown"
+    near, far, own = (
+        accuracy.SeedStatistics(80.0, 3.0, 2),
+        accuracy.SeedStatistics(80.0, 0.1, 2),
+        accuracy.SeedStatistics(82.0, 1.0, 2),
     )
-    assert accuracy.recovered(reference, accuracy.Stat(90.0, 0.0, 2), own, "top1") is None  # no gap at all
+    reference = accuracy.SeedStatistics(82.0, 3.0, 2)
+    assert accuracy.recovered_share(reference, near, own, "top1") is None  # standard error of the difference: 3
+    assert accuracy.recovered_share(accuracy.SeedStatistics(83.5, 3.0, 2), near, own, "top1") == pytest.approx(2 / 3.5)
+    assert accuracy.recovered_share(accuracy.SeedStatistics(82.0, 0.1, 2), far, own, "top1") == pytest.approx(1.0)
+    assert (
+        accuracy.recovered_share(
+            accuracy.SeedStatistics(82.0, None, 1), accuracy.SeedStatistics(80.0, 0.1, 2), own, "top1"
+        )
+        is None
+    ), "noise unknown"
+    assert (
+        accuracy.recovered_share(reference, accuracy.SeedStatistics(90.0, 0.0, 2), own, "top1") is None
+    )  # no gap at all
 
 
 def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
@@ -560,7 +573,7 @@ def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
 def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     for cell in planned.comparison.cells[:4]:
-        trainings.submit(run, planned, cell, launcher, inspect=inspect)
+        trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
     report = table(run, planned.comparison)
     assert (report.finished, report.total) == (4, 22)
     assert row(report, "ags", 128).count("missing") == 1 and row(report, "ags", 128).top1.sd is None
@@ -570,7 +583,7 @@ def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
 def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     cell = planned.comparison.cells[1]
-    trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     assert summary is not None
     run.write_summary(summary.model_copy(update={"batch": 64}))
@@ -581,7 +594,7 @@ def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> 
 def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     cell = planned.comparison.cells[1]
-    trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    trainings.submit_cell(run, planned, cell, launcher, inspect=inspect)
     summary = run.training(cell.signature).summary()
     assert summary is not None
     plain, changed = (f"out of memory at batch 128: micro-batch {m} x {128 // m} now" for m in (64, 32))
@@ -618,7 +631,7 @@ def test_a_table_reads_each_file_at_most_once(run: RunDir) -> None:
     trained(run, Trains(fails=("lrs",)))
     comparison = plan(run).comparison
     with benchmark.counted() as reads:
-        report = accuracy.report(run, comparison, run.spec())
+        report = accuracy.build_compare_report(run, comparison, run.spec())
     assert report.finished and len(reads) == len(set(reads))
 
 
@@ -691,17 +704,17 @@ def test_a_look_takes_no_grid(here: Trains) -> None:
 
 
 def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, calls = services_status.watch, itertools.count()
+    watch, calls = services_status.watch_jobs, itertools.count()
 
     def interrupted(*arguments, **named):
         if next(calls) == 3:
             raise KeyboardInterrupt
         return watch(*arguments, **named)
 
-    monkeypatch.setattr(services_status, "watch", interrupted)
+    monkeypatch.setattr(services_status, "watch_jobs", interrupted)
     code, _, err = tula(*ASKED)
     assert code == 130 and "what is trained stays" in err
-    monkeypatch.setattr(services_status, "watch", watch)
+    monkeypatch.setattr(services_status, "watch_jobs", watch)
     assert tula(*ASKED)[0] == 0
     assert len(set(here.submitted)) == 18 == len(here.submitted)
 
@@ -713,7 +726,7 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
         plan(run),
     )
     launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
-    steps = trainings.one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
+    steps = trainings.train_one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
     told = [live.comparison(now) for now in itertools.islice(steps, 5)]
     assert ["waiting for another tula job" in text for text in told] == [False, False, False, True, True]
 
@@ -747,7 +760,7 @@ def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir
 
 def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
     spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
-    found = comparison_document.of_comparison(
+    found = comparison_document.document_of_comparison(
         Part(None, run, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
     )
     assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in page(found)
@@ -755,7 +768,7 @@ def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
 
 def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
     planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
-    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
+    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
     half = document(run, plan(run).comparison).answer
     assert (
         half.startswith(
@@ -774,12 +787,12 @@ def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypa
 
 def document(run: RunDir, comparison: Comparison) -> Document:
     part = Part(None, run, make.spec(**SPEC))
-    return comparison_document.of_comparison(part, comparison, table(run, comparison), at=0.0)
+    return comparison_document.document_of_comparison(part, comparison, table(run, comparison), at=0.0)
 
 
 def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
     planned, launcher = plan(run), Trains(words=True)
-    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
+    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
     found = document(run, planned.comparison)
     titles = [figure.title for section in found.sections for figure in section.figures]
     assert {"loss by batch", "perplexity by batch"} <= set(titles)
@@ -795,13 +808,13 @@ def test_the_density_of_factors_lies_at_their_edges() -> None:
         {"samples": 100 * epoch, "diagnostics": {"factors": {"edges": [0.5, 1.0, 2.0], "counts": counts}}}
         for epoch, counts in ((1, [0, 2, 2, 0]), (2, [0, 0, 0, 4]))
     ]
-    (figure,) = gradient_figures.density(gradient_figures.Curve("ags", rows), key="k", title="t")
+    (figure,) = gradient_figures.factor_density(gradient_figures.GradientCurve("ags", rows), key="k", title="t")
     density = figure.density
     assert density is not None and density.x_edges == (0, 100, 200)
     assert density.y_edges == (0.5, 1, 2, 4)  # half to one, one to two, above two
     assert density.shares == ((0.5, 0.5, 0), (0, 0, 1))
-    nothing = gradient_figures.Curve("ags", [{"samples": 1, "diagnostics": None}])
-    assert list(gradient_figures.density(nothing, key="k", title="t")) == []
+    nothing = gradient_figures.GradientCurve("ags", [{"samples": 1, "diagnostics": None}])
+    assert list(gradient_figures.factor_density(nothing, key="k", title="t")) == []
 
 
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
@@ -865,9 +878,9 @@ class TrainsScripts(make.FakeLauncher):
 def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) -> accuracy.CompareReport:
     run = RunDir.create(folder / "tula-runs", spec)
     grid = session.GridRequest(batches=(64, 128), **asked).grid(run, spec, None)
-    planned = services_compare.plan(run, spec, grid, inspect=inspect, now=1.0)
-    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
-    return accuracy.report(run, planned.comparison, spec)
+    planned = services_compare.plan_comparison(run, spec, grid, inspect=inspect, now=1.0)
+    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
+    return accuracy.build_compare_report(run, planned.comparison, spec)
 
 
 def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> None:
@@ -916,12 +929,12 @@ def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> 
     cell = next(found.cells[0].cell for found in report.rows if found.batch == 128)
     kept = run.training(cell.signature).summary()
     run.write_summary(kept.model_copy(update={"metrics": {"best_acc": 0.8, "best_loss": 0.1}}))
-    comparison = services_compare.plan(
+    comparison = services_compare.plan_comparison(
         run, spec, Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0
     ).comparison
-    found = row(accuracy.report(run, comparison, spec), "lbt", 128)
+    found = row(accuracy.build_compare_report(run, comparison, spec), "lbt", 128)
     assert (found.cells[0].state, found.gap) == ("diverged", None)
-    (told,) = accuracy.report(run, comparison, spec).warnings
+    (told,) = accuracy.build_compare_report(run, comparison, spec).warnings
     assert told == "lbt, batch 128, seed 0 diverged: acc was not finite in the end"
 
 
@@ -938,7 +951,7 @@ def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "x")
     grid = session.GridRequest(batches=(64,)).grid(run, without, None)
     assert grid.seeds == 1 and session.GridRequest(batches=(64,)).grid(run, script_job(), None).seeds == 3
-    (told,) = services_compare.plan(run, without, grid, inspect=inspect, now=1.0).warnings
+    (told,) = services_compare.plan_comparison(run, without, grid, inspect=inspect, now=1.0).warnings
     assert told.startswith("one seed: script.command has no {seed}")
 
 
@@ -961,7 +974,9 @@ def test_batches_that_are_not_above_the_reference_are_named(
     spec = script_job() if of_script else make.spec(train={"epochs": 2, "reference_batch": 32})
     assert spec.train.reference_batch == 32
     run = RunDir.create(tmp_path, spec)
-    told = services_compare.plan(run, spec, Grid(("lbt", "lrs"), batches, 1, 1), inspect=inspect, now=1.0).warnings
+    told = services_compare.plan_comparison(
+        run, spec, Grid(("lbt", "lrs"), batches, 1, 1), inspect=inspect, now=1.0
+    ).warnings
     named = [text for text in told if "the reference batch, 32" in text]
     assert [int(text.split()[1]) for text in named] == list(below)
     assert all(("script.reference.batch" in text) == of_script for text in named)
@@ -976,11 +991,11 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
     assert services_compare.default_rows(own_scaling, nodes=2).methods == ("lbt", "ags")
     grid = session.GridRequest(batches=(64,)).grid(RunDir(Path("x")), own_scaling, None)
     assert not grid.controls, "there is no learning rate to raise"
-    told = services_compare.plan(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
+    told = services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
     assert any("lbt-x2 and lbt-x4 are left out: script.command has no {lr}" in text for text in told)
     with pytest.raises(SpecError) as error:
         grid = dataclasses.replace(grid, methods=("lbt", "lrs", "lars", "lbt-x2"), seeds=1)
-        services_compare.plan(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0)
+        services_compare.plan_comparison(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0)
     problems = {problem.path: problem.message for problem in error.value.problems}
     assert set(problems) == {"lrs", "lars", "lbt-x2"}
     assert "neither {lr} nor {lr_factor}" in problems["lrs"] and "no {lr} that could be raised" in problems["lbt-x2"]
@@ -991,8 +1006,8 @@ def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> Non
     spec = make.validate(
         {**content, "train": {"method": "ags"}, "ags": {"preset": "robust", "delta": 0.2}}, source="test"
     )
-    assert services_compare.cell_spec(spec, "ags", 0).ags.delta == 0.2
-    assert services_compare.cell_spec(spec, "lrs", 0).train.method == "lrs", "which section ags would be refused with"
+    assert services_compare.job_of_cell(spec, "ags", 0).ags.delta == 0.2
+    assert services_compare.job_of_cell(spec, "lrs", 0).train.method == "lrs", "which section ags would be refused with"
     assert "ags" in services_compare.default_rows(spec, nodes=1).methods, "the job says that its loop helps"
 
 
@@ -1034,7 +1049,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 ) -> None:
     compared_at(run, seeds=1)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": method}})
-    found = kept.kept(run, spec, batch=batch)
+    found = kept.accuracy_evidence(run, spec, batch=batch)
     assert found is not None
     assert (found.outcome, found.gap, found.batch, found.reference_batch, found.seeds) == (outcome, gap, of, 32, 1)
     assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} came out ")
@@ -1043,7 +1058,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so(run: RunDir) -> None:
     compared_at(run)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "ags"}})
-    found = kept.kept(run, spec, batch=256)
+    found = kept.accuracy_evidence(run, spec, batch=256)
     assert found is not None and found.seeds == 2 and found.gap == 0
     assert found.error == pytest.approx(math.sqrt(2)) and found.outcome == "may lose", (
         "two seeds 2 points apart tell little"
@@ -1051,8 +1066,8 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
 
 
 def test_of_what_was_not_compared_nothing_is_said(run: RunDir) -> None:
-    assert kept.kept(run, run.spec(), batch=128) is None
+    assert kept.accuracy_evidence(run, run.spec(), batch=128) is None
     compared_at(run)
-    assert kept.kept(run, run.spec(), batch=512) is None
+    assert kept.accuracy_evidence(run, run.spec(), batch=512) is None
     static = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "static"}})
-    assert kept.kept(run, static, batch=128) is None
+    assert kept.accuracy_evidence(run, static, batch=128) is None

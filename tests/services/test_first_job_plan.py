@@ -16,8 +16,8 @@ import pytest
 from make_results import Truth, footprint, measured
 from pydantic import TypeAdapter
 
-from tula_cli.cluster.inspection import NotInspected
-from tula_cli.cluster.kept_inspection import KeptInspection
+from tula_cli.cluster.inspection import NotInspectable
+from tula_cli.cluster.kept_inspection import CachedInspection
 from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import Interruption, JobFailed, OverBudget, Pending, SchedulerError
@@ -58,7 +58,7 @@ class World(make.FakeLauncher):
         self.answer, self.here = True, False
         self.queue: dict[str, Queued] = {}
         monkeypatch.setattr(first_job, "submit_script", self._submit_first_job)
-        monkeypatch.setattr(first_job, "in_queue", lambda *_: self.queue)
+        monkeypatch.setattr(first_job, "find_queued", lambda *_: self.queue)
         monkeypatch.setattr(first_job.scheduler, "ask", lambda ids: {ids[0]: SchedulerState("ended")})
 
     def _submit_first_job(self, _: object, run: RunDir, *__: object) -> str:
@@ -77,12 +77,12 @@ class World(make.FakeLauncher):
         self.tried += 1
         if self.here:
             return TOLD
-        raise NotInspected("python cannot build the model: no torch", "hint")
+        raise NotInspectable("python cannot build the model: no torch", "hint")
 
-    def inspector(self, *, fresh: bool = False) -> KeptInspection:
+    def inspector(self, *, fresh: bool = False) -> CachedInspection:
         """Return what inspects as the commands do, but keeps nothing that was built here."""
         root = self.run.path.parent
-        return KeptInspection(root, self._inspect, fresh=fresh, keep=False, note=self.said.append, facts=lambda _: {})
+        return CachedInspection(root, self._inspect, fresh=fresh, keep=False, note=self.said.append, facts=lambda _: {})
 
     def means(self, *, fresh: bool = False) -> Dependencies:
         def confirm(planned: Any) -> bool:
@@ -92,7 +92,7 @@ class World(make.FakeLauncher):
         return Dependencies(lambda _: self, self.inspector(fresh=fresh), confirm)
 
     def profile(self, job: JobSpec | None = None, *, fresh: bool = False) -> Any:
-        work = rounds.work(self.run, job or spec(), self.means(fresh=fresh), WaitPolicy(wait=True))
+        work = rounds.run_profile(self.run, job or spec(), self.means(fresh=fresh), WaitPolicy(wait=True))
         return follow(work, self.events.append)
 
     def planned(self) -> list[type]:
@@ -144,28 +144,30 @@ def test_probes_that_go_beyond_the_cap_with_the_first_job_are_refused_once_they_
         world.profile(spec(max_node_hours=1))
     assert world.confirmed[0].node_hours == 1, "no more than the cap was ever asked for"
     assert (world.first_jobs, world.submitted) == (1, [])
-    assert first_job.kept_inspection(world.run, spec()) == TOLD, "what it told is kept for a higher cap"
+    assert first_job.load_inspection(world.run, spec()) == TOLD, "what it told is kept for a higher cap"
 
 
 def test_what_first_jobs_took_counts_towards_the_cap_of_later_rounds(world: World) -> None:
     world.run.path.mkdir(parents=True)
-    assert profile.spent(world.run) == 0
+    assert profile.measured_node_hours(world.run) == 0
     write_record(world.run.path / "first_job.json", FirstJob(scheduler_id="7", node_hours=0.15))
-    assert profile.spent(world.run) == pytest.approx(0.15)
+    assert profile.measured_node_hours(world.run) == pytest.approx(0.15)
 
 
 def test_fresh_renews_what_the_first_job_told(world: World) -> None:
     world.profile()
     old = TOLD.model_copy(update={"dataset_size": 1})
-    write_record(first_job.kept_at(world.run, spec()), old)
+    write_record(first_job.inspection_path(world.run, spec()), old)
     world.profile(fresh=True)
     assert world.first_jobs == 2
-    assert first_job.kept_inspection(world.run, spec()) == TOLD
-    write_record(first_job.kept_at(world.run, spec()), old)
+    assert first_job.load_inspection(world.run, spec()) == TOLD
+    write_record(first_job.inspection_path(world.run, spec()), old)
     world.here = True
     anew = dataclasses.replace(world.inspector(fresh=True), keep=True)
-    assert first_job.or_told(anew, world.run)(spec()) == TOLD
-    assert first_job.or_told(world.inspector(), world.run)(spec()) == TOLD, "what is built here is not overruled by it"
+    assert first_job.inspect_with_stored(anew, world.run)(spec()) == TOLD
+    assert first_job.inspect_with_stored(world.inspector(), world.run)(spec()) == TOLD, (
+        "what is built here is not overruled by it"
+    )
 
 
 @pytest.mark.parametrize(("ghosts", "again"), [(None, False), (16, True)])
@@ -217,23 +219,23 @@ def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
 
 
 def test_what_the_first_job_told_is_known_to_check_estimate_and_train(world: World) -> None:
-    with pytest.raises(NotInspected):
-        train.plan(world.run, spec(), nodes=1, batch=64, inspect=world._inspect)
-    write_record(first_job.kept_at(world.run, spec()), TOLD)
+    with pytest.raises(NotInspectable):
+        train.plan_training(world.run, spec(), nodes=1, batch=64, inspect=world._inspect)
+    write_record(first_job.inspection_path(world.run, spec()), TOLD)
     report = services_check.check_all(spec(), inspector=world._inspect, run=world.run).reports[None]
     assert (report.inspection, report.unsettled) == (TOLD, None)
     assert services_check.check_all(spec(), inspector=world._inspect).reports[None].unsettled is not None
-    assert train.plan(world.run, spec(), nodes=1, batch=64, inspect=world._inspect).task.batch == 64
+    assert train.plan_training(world.run, spec(), nodes=1, batch=64, inspect=world._inspect).task.batch == 64
     told = TOLD.model_copy(update={"footprints": tuple(footprint(Truth(), size) for size in (8, 16))})
-    write_record(first_job.kept_at(world.run, spec()), told)
+    write_record(first_job.inspection_path(world.run, spec()), told)
     assert estimate_all(world.run, spec(), inspector=world._inspect)[None].inspection == told
     fresh = world.inspector(fresh=True)
     assert services_check.check_all(spec(), inspector=fresh, run=world.run).reports[None].unsettled is not None
     for anew in (
-        lambda: train.plan(world.run, spec(), nodes=1, batch=64, inspect=fresh),
+        lambda: train.plan_training(world.run, spec(), nodes=1, batch=64, inspect=fresh),
         lambda: estimate_all(world.run, spec(), inspector=fresh),
     ):
-        with pytest.raises(NotInspected):
+        with pytest.raises(NotInspectable):
             anew()
 
 
@@ -310,7 +312,7 @@ def test_a_first_job_that_nobody_waits_for_is_cancelled_and_counted(
 ) -> None:
     assert wait(world, monkeypatch, *states, **options) == ["7", error]
     assert first_job.node_hours(world.run) == pytest.approx(10 / 3600)
-    assert first_job.kept_inspection(world.run, spec()) is None
+    assert first_job.load_inspection(world.run, spec()) is None
 
 
 def test_ctrl_c_while_a_first_job_is_submitted_leaves_none_that_is_not_written_down(
@@ -332,7 +334,7 @@ def test_ctrl_c_before_a_first_job_is_submitted_starts_nothing(world: World, mon
     def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(first_job, "in_queue", pressed)
+    monkeypatch.setattr(first_job, "find_queued", pressed)
     with pytest.raises(Interruption, match="the same command submits the first job"):
         first_job.inspect_on_node(world.run, spec())
     assert world.first_jobs == 0 and not (world.run.path / "first_job.json").exists()
@@ -340,7 +342,7 @@ def test_ctrl_c_before_a_first_job_is_submitted_starts_nothing(world: World, mon
 
 def left_behind(world: World) -> Path:
     """Submit a first job as a command does that is killed after that; return the file of what it is asked."""
-    first_job._Watched(world.run, spec(), lambda _: None).start()
+    first_job._WatchedJob(world.run, spec(), lambda _: None).submit_or_adopt()
     name = f"tula-{world.run.id}-inspection"
     world.queue[name] = Queued("7", name, "")
     return world.run.submitit_dir / "inspection-spec.json"
@@ -369,14 +371,14 @@ def test_a_first_job_that_waits_for_another_spec_is_cancelled(world: World, monk
 def test_what_a_first_job_told_nobody_is_found_later(world: World) -> None:
     left_behind(world)
     log = world.run.submitit_dir / "7_0_log.out"
-    assert first_job.kept_inspection(world.run, spec()) == TOLD
+    assert first_job.load_inspection(world.run, spec()) == TOLD
     ghosts = make.spec(cluster={"kind": "slurm"}, train={"epochs": 4, "ghost_batch": 16})
-    assert first_job.kept_inspection(world.run, ghosts) is None, "it was asked with other settings"
+    assert first_job.load_inspection(world.run, ghosts) is None, "it was asked with other settings"
     whole = log.read_text()
     refused = {"error": {"class": "SpecError", "message": "no such model", "hint": "", "problems": []}}
     for other in ("", "begun\n", whole[:-20], f"begun\n{json.dumps(refused)}\n", "begun\n{}\n"):
         log.write_text(other)
-        assert first_job.kept_inspection(world.run, spec()) is None
+        assert first_job.load_inspection(world.run, spec()) is None
 
 
 def test_a_job_that_tells_nothing_is_an_error_with_its_words(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def look(run: RunDir, number: int, **node: int) -> None:
     ("asked", "memory"), [("64G", 64 * GB), ("2000", 2000 * MB), ("512mb", 512 * MB), ("1T", 1024 * GB), ("0", None)]
 )
 def test_memory_is_what_slurm_is_asked_for(run: RunDir, asked: str, memory: int | None) -> None:
-    room = NodeMemory.of(slurm(memory=asked), run)
+    room = NodeMemory.of_nodes(slurm(memory=asked), run)
     assert (room.memory, room.shared) == (memory, None)
 
 
@@ -123,18 +123,18 @@ def test_memory_is_what_slurm_is_asked_for(run: RunDir, asked: str, memory: int 
 )
 def test_memory_may_be_asked_for_by_gpus_or_cores(settings: dict[str, object], memory: int | None) -> None:
     of = job(cluster={"kind": "slurm", "gpus_per_node": 4, "slurm": settings})
-    assert NodeMemory.of(of, None).memory == memory
+    assert NodeMemory.of_nodes(of, None).memory == memory
 
 
 def test_nodes_that_were_looked_at_tell_the_newest(run: RunDir) -> None:
     look(run, 9, shared=GB, memory=8 * GB)
     look(run, 10, shared=2 * GB, memory=16 * GB)
-    room = NodeMemory.of(slurm(), run)
+    room = NodeMemory.of_nodes(slurm(), run)
     assert (room.shared, room.memory, room.source) == (2 * GB, 16 * GB, "a node has")
-    assert NodeMemory.of(slurm(memory="4G"), run).memory == 4 * GB
-    assert NodeMemory.of(slurm(), None) == NodeMemory(None, None, "a node has")
+    assert NodeMemory.of_nodes(slurm(memory="4G"), run).memory == 4 * GB
+    assert NodeMemory.of_nodes(slurm(), None) == NodeMemory(None, None, "a node has")
 
 
 def test_this_machine_is_asked_itself() -> None:
-    room = NodeMemory.of(job(), None)
+    room = NodeMemory.of_nodes(job(), None)
     assert room.memory and room.source == "the machine has"

@@ -12,7 +12,7 @@ from tula_cli.errors import SpecError, TulaError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.jobs import Failure
 from tula_cli.services import logs
-from tula_cli.services.logs import Wanted
+from tula_cli.services.logs import LogQuery
 
 NOISE = "[W1124 00:14:54.1 socket.cpp:755] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
 
@@ -38,11 +38,11 @@ def test_logs_of_the_newest_attempt(run):
     make.add_probes(run, 1, (32,))
     write_log(run, "probe-n001", 1, "old\n")
     newest = write_log(run, "probe-n001", 2, "one\ntwo\nthree")
-    lines = list(logs.logs(run))
+    lines = list(logs.read_logs(run))
     assert texts(lines) == ["one", "two", "three"]
     assert {line.file for line in lines} == {newest}
-    assert texts(logs.logs(run, Wanted(last=1))) == ["three"]
-    assert texts(logs.logs(run, Wanted(last=0))) == []
+    assert texts(logs.read_logs(run, LogQuery(last=1))) == ["three"]
+    assert texts(logs.read_logs(run, LogQuery(last=0))) == []
 
 
 def test_logs_of_one_job(run):
@@ -50,7 +50,7 @@ def test_logs_of_one_job(run):
     make.add_probes(run, 2, (16,))
     write_log(run, "probe-n001", 1, "first\n")
     write_log(run, "probe-n002", 1, "second\n")
-    assert texts(logs.logs(run, Wanted(job="probe-n001"))) == ["first"]
+    assert texts(logs.read_logs(run, LogQuery(job="probe-n001"))) == ["first"]
 
 
 def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
@@ -59,15 +59,15 @@ def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
     (job,) = run.jobs()
     run.write_job(job.model_copy(update={"folder": str(run.path.resolve())}))
     copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
-    assert copy.read().jobs == [] and texts(logs.logs(copy, Wanted(job="probe-n001"))) == ["said"]
-    assert logs.newest_part([Part(None, copy, make.spec())], "probe-n001") == copy
-    assert logs.newest_part([Part(None, copy, make.spec())], "probe-n002") is None
+    assert copy.read().jobs == [] and texts(logs.read_logs(copy, LogQuery(job="probe-n001"))) == ["said"]
+    assert logs.part_written_last([Part(None, copy, make.spec())], "probe-n001") == copy
+    assert logs.part_written_last([Part(None, copy, make.spec())], "probe-n002") is None
 
 
 def test_logs_of_an_unknown_job_name_the_nearest(run):
     make.add_probes(run, 1, (32,))
     with pytest.raises(SpecError, match="no job 'probe-n01'") as caught:
-        list(logs.logs(run, Wanted(job="probe-n01")))
+        list(logs.read_logs(run, LogQuery(job="probe-n01")))
     assert "probe-n001" in caught.value.hint
 
 
@@ -75,7 +75,7 @@ def test_logs_that_are_no_text_are_shown_all_the_same(run):
     make.add_probes(run, 1, (32,))
     path = write_log(run, "probe-n001", 1, "")
     path.write_bytes(b"caf\xe9\r\n")
-    assert texts(logs.logs(run)) == ["caf\ufffd"]
+    assert texts(logs.read_logs(run)) == ["caf\ufffd"]
 
 
 def test_a_log_that_may_not_be_read_is_named(run, monkeypatch):
@@ -86,12 +86,12 @@ def test_a_log_that_may_not_be_read_is_named(run, monkeypatch):
 
     monkeypatch.setattr(logs, "open_file", refused)
     with pytest.raises(TulaError, match=f"cannot read {path}: Permission denied") as found:
-        list(logs.logs(run))
+        list(logs.read_logs(run))
     assert found.value.hint == f"let yourself read it: chmod u+r {path}"
 
 
 def test_no_logs_yet(run):
-    assert list(logs.logs(run)) == []
+    assert list(logs.read_logs(run)) == []
 
 
 def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
@@ -105,13 +105,13 @@ def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
         ]
     )
     left = iter([True, True, True, False])
-    lines = logs.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(steps)())
+    lines = logs.read_logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(steps)())
     assert texts(lines) == ["one", "half", "again", "last"]
 
 
 def test_a_scheduler_is_not_asked_at_every_look():
     now, asked = [0.0], []
-    check = logs.seldom(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
+    check = logs.rate_limited(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
     for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
         assert check()
     assert asked == [0.0, 10.0]
@@ -139,11 +139,11 @@ def test_rank_0_is_shown_although_another_wrote_last(slurm):
     first = write_log(slurm, "probe-n002", 1, "one\n")
     other = write_log(slurm, "probe-n002", 1, "two\n", index=1)
     os.utime(first, (1, 1))
-    assert texts(logs.logs(slurm)) == ["one"]
-    (line,) = logs.logs(slurm, Wanted(rank=1))
+    assert texts(logs.read_logs(slurm)) == ["one"]
+    (line,) = logs.read_logs(slurm, LogQuery(rank=1))
     assert (line.text, line.file, line.task, line.attempt, line.rank) == ("two", other, "probe-n002", 1, 1)
     with pytest.raises(SpecError, match="--rank 2: no log of such a rank"):
-        list(logs.logs(slurm, Wanted(rank=2)))
+        list(logs.read_logs(slurm, LogQuery(rank=2)))
 
 
 def test_nodes_of_several_ranks_have_a_log_each(tmp_path):
@@ -154,20 +154,20 @@ def test_nodes_of_several_ranks_have_a_log_each(tmp_path):
         make.add_probes(run, 2, (16,))
         write_log(run, "probe-n002", 1, "zero\n[rank1]: one\n")
         write_log(run, "probe-n002", 1, "two\n[rank3]: three\n", index=2)
-        found = [texts(logs.logs(run, Wanted(rank=rank))) for rank in range(4)]
+        found = [texts(logs.read_logs(run, LogQuery(rank=rank))) for rank in range(4)]
         assert found == [["zero"], ["[rank1]: one"], ["two"], ["[rank3]: three"]]
-        assert texts(logs.logs(run)) == ["zero"], "of rank 0, where no rank is asked for"
+        assert texts(logs.read_logs(run)) == ["zero"], "of rank 0, where no rank is asked for"
         with pytest.raises(SpecError, match="--rank 4: no log of such a rank"):
-            list(logs.logs(run, Wanted(rank=4)))
+            list(logs.read_logs(run, LogQuery(rank=4)))
 
 
 def test_the_lines_of_a_rank_in_a_log_that_several_share(run):
     make.add_probes(run, 2, (16,))
     write_log(run, "probe-n002", 1, "zero\n[rank1]: one\nzero again\n")
-    assert texts(logs.logs(run)) == ["zero", "[rank1]: one", "zero again"]
-    assert texts(logs.logs(run, Wanted(rank=0))) == ["zero", "zero again"]
-    assert texts(logs.logs(run, Wanted(rank=1))) == ["[rank1]: one"]
-    assert [line.rank for line in logs.logs(run)] == [0, 1, 0]
+    assert texts(logs.read_logs(run)) == ["zero", "[rank1]: one", "zero again"]
+    assert texts(logs.read_logs(run, LogQuery(rank=0))) == ["zero", "zero again"]
+    assert texts(logs.read_logs(run, LogQuery(rank=1))) == ["[rank1]: one"]
+    assert [line.rank for line in logs.read_logs(run)] == [0, 1, 0]
 
 
 def test_a_scripts_lines_are_of_no_rank_and_shown_for_each(tmp_path):
@@ -175,13 +175,15 @@ def test_a_scripts_lines_are_of_no_rank_and_shown_for_each(tmp_path):
     make.add_probes(run, 2, (16,))
     write_log(run, "probe-n002", 1, "said by some rank\n")
     for rank in (None, 0, 1):
-        assert [(line.text, line.rank) for line in logs.logs(run, Wanted(rank=rank))] == [("said by some rank", None)]
+        assert [(line.text, line.rank) for line in logs.read_logs(run, LogQuery(rank=rank))] == [
+            ("said by some rank", None)
+        ]
 
 
 def test_what_torch_says_of_addresses_without_a_name_is_left_out(run):
     make.add_probes(run, 1, (32,))
     write_log(run, "probe-n001", 1, f"one\n{NOISE}two\n{NOISE.replace('hostname', 'port')}")
-    assert texts(logs.logs(run)) == ["one", "two", NOISE.replace("hostname", "port").strip()]
+    assert texts(logs.read_logs(run)) == ["one", "two", NOISE.replace("hostname", "port").strip()]
 
 
 def test_why_the_first_rank_failed_comes_first_and_whole(run):
@@ -190,13 +192,13 @@ def test_why_the_first_rank_failed_comes_first_and_whole(run):
     log = write_log(run, "probe-n002", 1, "begun\n")
     fail(run, "probe-n002", 1, 0, at=2.0, outcome="peer", detail="lost its peer")
     fail(run, "probe-n002", 1, 1, at=3.0)
-    lines = list(logs.logs(run))
+    lines = list(logs.read_logs(run))
     assert texts(lines) == ["Traceback", "  line", "KeyError: 'x'", "begun"]
     assert [line.failure for line in lines] == [True] * 3 + [False]
-    assert logs.heading(run, lines[0]) == "rank 1 on node1 failed first in attempt 1 of probe-n002 (user)"
-    assert logs.heading(run, lines[-1]).startswith(f"{log}: attempt 1 of probe-n002 on ")
-    assert logs.heading(run, lines[-1]).endswith(": user (KeyError: 'x')")
-    assert texts(logs.logs(run, Wanted(rank=0))) == ["lost its peer", "begun"]
+    assert logs.describe_place(run, lines[0]) == "rank 1 on node1 failed first in attempt 1 of probe-n002 (user)"
+    assert logs.describe_place(run, lines[-1]).startswith(f"{log}: attempt 1 of probe-n002 on ")
+    assert logs.describe_place(run, lines[-1]).endswith(": user (KeyError: 'x')")
+    assert texts(logs.read_logs(run, LogQuery(rank=0))) == ["lost its peer", "begun"]
 
 
 def test_every_attempt_apart_and_those_since(run):
@@ -208,8 +210,8 @@ def test_every_attempt_apart_and_those_since(run):
     stamp = words.stamped("later\n")
     write_log(run, "probe-n001", 2, f"before\n2001-01-01 10:00:00+0000 then\nof then\n{stamp}after that\n")
     write_log(run, "probe-n001", 3, "newest\n")
-    assert [line.attempt for line in logs.logs(run, Wanted(every=True))] == [1, 2, 2, 2, 2, 2, 3]
-    since = [(line.attempt, line.text) for line in logs.logs(run, Wanted(since=new - 60))]
+    assert [line.attempt for line in logs.read_logs(run, LogQuery(every=True))] == [1, 2, 2, 2, 2, 2, 3]
+    since = [(line.attempt, line.text) for line in logs.read_logs(run, LogQuery(since=new - 60))]
     assert since == [(2, stamp.strip()), (2, "after that"), (3, "newest")]
 
 
@@ -218,7 +220,7 @@ def test_following_tells_why_a_rank_failed_once(run):
     write_log(run, "probe-n001", 1, "one\n")
     left = iter([True, True, False])
     sleeps = iter([lambda: fail(run, "probe-n001", 1, 0, at=1.0), lambda: None])
-    lines = logs.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(sleeps)())
+    lines = logs.read_logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(sleeps)())
     assert texts(lines) == ["one", "Traceback", "  line", "KeyError: 'x'"]
 
 
@@ -251,7 +253,7 @@ def test_the_last_lines_are_read_from_the_end(run, text, ends, follow):
     make.add_probes(run, 1, (32,))
     path = write_log(run, "probe-n001", 1, "")
     path.write_bytes(text.encode(errors="surrogateescape"))
-    read = lambda: texts(logs.logs(run, Wanted(last=2), follow=follow))  # noqa: E731
+    read = lambda: texts(logs.read_logs(run, LogQuery(last=2), follow=follow))  # noqa: E731
     shown, peak = _peak_of(read)
     assert len(shown) == 2 and all(end in line for line, end in zip(shown, ends, strict=True))
     assert peak < 2_000_000
@@ -260,7 +262,7 @@ def test_the_last_lines_are_read_from_the_end(run, text, ends, follow):
 def test_a_whole_large_log_is_not_held_in_memory(run):
     make.add_probes(run, 1, (32,))
     write_log(run, "probe-n001", 1, "".join(map(STAMP.format, range(100_000))))
-    count, peak = _peak_of(lambda: sum(1 for _ in logs.logs(run)))
+    count, peak = _peak_of(lambda: sum(1 for _ in logs.read_logs(run)))
     assert count == 100_000 and peak < 2_000_000
 
 
@@ -269,13 +271,13 @@ def test_the_last_lines_of_several_attempts_and_since_a_time(run):
     write_log(run, "probe-n001", 1, "2026-01-01 08:00:00+0000 a\nb\n")
     os.utime(run.log_path("probe-n001", 1), (1e9, 1e9))
     newest = write_log(run, "probe-n001", 2, "2026-01-01 09:00:00+0000 c\nd\n2026-01-01 10:00:00+0000 e\nf\n")
-    assert texts(logs.logs(run, Wanted(last=5, every=True))) == [
+    assert texts(logs.read_logs(run, LogQuery(last=5, every=True))) == [
         "b", "2026-01-01 09:00:00+0000 c", "d", "2026-01-01 10:00:00+0000 e", "f",
     ]  # fmt: skip
-    assert texts(logs.logs(run, Wanted(last=2, every=True))) == ["2026-01-01 10:00:00+0000 e", "f"]
+    assert texts(logs.read_logs(run, LogQuery(last=2, every=True))) == ["2026-01-01 10:00:00+0000 e", "f"]
     since = words.told_time("2026-01-01 09:30:00+0000 x")
-    assert texts(logs.logs(run, Wanted(last=9, since=since))) == ["2026-01-01 10:00:00+0000 e", "f"]
-    assert texts(logs.logs(run, Wanted(last=1, since=since))) == ["f"]
+    assert texts(logs.read_logs(run, LogQuery(last=9, since=since))) == ["2026-01-01 10:00:00+0000 e", "f"]
+    assert texts(logs.read_logs(run, LogQuery(last=1, since=since))) == ["f"]
     assert newest.exists()
 
 
@@ -294,5 +296,7 @@ def test_a_log_that_changes_while_it_is_followed(run, change, more):
     path = write_log(run, "probe-n001", 1, "one\ntwo\nthree\n")
     steps = iter([lambda: change(path), lambda: path.open("a").write("after\n")])
     active = iter([True, True, False])
-    shown = logs.logs(run, Wanted(last=1), follow=True, active=lambda: next(active), sleep=lambda _: next(steps)())
+    shown = logs.read_logs(
+        run, LogQuery(last=1), follow=True, active=lambda: next(active), sleep=lambda _: next(steps)()
+    )
     assert texts(shown) == ["three", *more, "after"]

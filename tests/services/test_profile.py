@@ -16,7 +16,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import profile
 from tula_cli.services.events import JobsProgress, WarningEvent
-from tula_cli.services.waiting import WaitPolicy, wait_for
+from tula_cli.services.waiting import WaitPolicy, wait_for_jobs
 from tula_cli.show import live
 from tula_cli.spec.job import JobSpec
 
@@ -50,18 +50,18 @@ def batches(plan: profile.ProfilePlan) -> dict[int, tuple[int, ...]]:
 
 def test_the_grid_ends_where_the_estimate_says_memory_does(run: RunDir) -> None:
     # 1000 MiB less 10 % leave 800 samples beside the 100 MiB, so 512 is the largest power of two.
-    plan = profile.plan(run.spec(), inspection(), run)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
     assert batches(plan) == {1: (32, 64, 128, 256, 512), 2: (16, 32, 64, 128, 256, 512)}
     assert (plan.total, plan.done, plan.missing) == (11, 0, 11)
 
 
 def test_without_a_capacity_the_dataset_bounds_the_grid(run: RunDir) -> None:
-    plan = profile.plan(run.spec(), inspection(capacity=None), run)
+    plan = profile.plan_probes(run.spec(), inspection(capacity=None), run)
     assert batches(plan)[1][-1] == 1024
 
 
 def test_cost_at_most_is_nodes_times_minutes(run: RunDir) -> None:
-    plan = profile.plan(run.spec(), inspection(), run)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
     assert plan.minutes_at_most == 60
     assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
     assert plan.price_at_most == pytest.approx(1.5 * 3.0)
@@ -73,20 +73,20 @@ def test_only_what_has_no_result_is_planned(run: RunDir) -> None:
     make_runs.add_measured(run, 2, 16)
     make_runs.add_out_of_memory(run, 2, 512)
     make_runs.add_failed(run, 2, 64)
-    plan = profile.plan(run.spec(), inspection(), run)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
     assert batches(plan) == {2: (32, 64, 128, 256)}
     assert (plan.done, plan.missing) == (7, 4)
 
 
 def test_a_model_that_does_not_fit_at_all_is_infeasible(run: RunDir) -> None:
     with pytest.raises(Infeasible, match="memory"):
-        profile.plan(run.spec(), inspection(capacity=50 * MIB), run)
+        profile.plan_probes(run.spec(), inspection(capacity=50 * MIB), run)
 
 
 def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan(run.spec(), inspection(), run)
-    jobs = profile.start(run, plan, launcher)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
+    jobs = profile.submit_probes(run, plan, launcher)
     assert jobs == ("probe-n001", "probe-n002")
     assert launcher.submitted == list(jobs)
     task = run.task("probe-n002")
@@ -97,25 +97,25 @@ def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
 
 def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
     launcher = FakeLauncher()
-    plan = profile.plan(run.spec(), inspection(), run)
-    profile.start(run, plan, launcher)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
+    profile.submit_probes(run, plan, launcher)
     launcher.says["probe-n001"] = "ended"
-    assert profile.start(run, plan, launcher) == ("probe-n001", "probe-n002")
+    assert profile.submit_probes(run, plan, launcher) == ("probe-n001", "probe-n002")
     assert launcher.submitted == ["probe-n001", "probe-n002", "probe-n001"]
 
 
 def test_profiling_again_takes_a_cancellation_back(run: RunDir) -> None:
     run.cancel("probe-n001")
-    profile.start(run, profile.plan(run.spec(), inspection(), run), FakeLauncher())
-    assert not run.cancelled("probe-n001")
+    profile.submit_probes(run, profile.plan_probes(run.spec(), inspection(), run), FakeLauncher())
+    assert not run.is_cancelled("probe-n001")
 
 
 def test_the_report_says_what_is_there(run: RunDir) -> None:
-    plan = profile.plan(run.spec(), inspection(), run)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
     make_runs.add_measured(run, 1, 32)
     make_runs.add_out_of_memory(run, 1, 512)
     make_runs.add_failed(run, 1, 64)
-    report = profile.report(run, plan)
+    report = profile.profile_report(run, plan)
     assert [len(part) for part in (report.measured, report.out_of_memory, report.failed, report.missing)] == [
         1,
         1,
@@ -134,7 +134,7 @@ def test_the_report_says_what_is_there(run: RunDir) -> None:
     ],
 )
 def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, error: type[Exception]) -> None:
-    plan = profile.plan(run.spec(), inspection(), run)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
     if result == "failed":
         make_runs.add_failed(run, 1, 32, "ValueError: mine")
     if result == "diverged":
@@ -142,27 +142,27 @@ def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, err
     if result == "oom":
         make_runs.add_out_of_memory(run, 1, 32)
     with pytest.raises(error):
-        profile.report(run, plan)
+        profile.profile_report(run, plan)
 
 
 def test_packed_probes_are_one_job_on_the_most_nodes(tmp_path: Path) -> None:
     search = {"nodes": [1, 2, 4], "min_batch": 32, "max_minutes": 30, "packing": "single"}
     run = RunDir.create(tmp_path, make_runs.spec(search=search, cluster={"kind": "slurm"}))
-    plan = profile.plan(run.spec(), inspection(), run)
+    plan = profile.plan_probes(run.spec(), inspection(), run)
     assert [task.nodes for task in plan.tasks] == [4, 2, 1]
     assert plan.tasks[0].then == ("packed-n002", "packed-n001")
     assert plan.node_hours_at_most == pytest.approx(4 * (3 * 30 + 2) / 60), (
         "four nodes are held for as long as all three take"
     )
     launcher = FakeLauncher()
-    assert profile.start(run, plan, launcher) == (profile.PACKED,)
-    assert launcher.submitted == [profile.PACKED]
+    assert profile.submit_probes(run, plan, launcher) == (profile.PACKED_JOB,)
+    assert launcher.submitted == [profile.PACKED_JOB]
     assert {task.id for task in run.tasks()} == {"packed-n001", "packed-n002", "packed-n004"}
 
 
 def test_packing_on_this_machine_holds_no_idle_nodes(tmp_path: Path) -> None:
     search = {"nodes": [1, 2], "min_batch": 32, "max_minutes": 30, "packing": "single"}
-    plan = profile.plan(make_runs.spec(search=search), inspection(), None)
+    plan = profile.plan_probes(make_runs.spec(search=search), inspection(), None)
     assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
 
 
@@ -189,14 +189,14 @@ def measure(run: RunDir, plan: profile.ProfilePlan) -> None:
 
 
 def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> None:
-    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
     assert batches(plan) == {1: (32, 128, 512), 4: (8,)} and len(plan.reasons) == 4
     seen = 0
     while plan.missing:
         measure(rounds, plan)
-        assert profile.measured(rounds, plan)
+        assert profile.is_measured(rounds, plan)
         seen += plan.missing
-        plan = profile.plan(rounds.spec(), inspection(), rounds)
+        plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
         assert plan.done == seen
     assert 4 <= seen < 18 and "expected regret" in plan.certainty
 
@@ -205,11 +205,11 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
     search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "auto", "max_minutes": 30}
     short, long = (make_runs.spec(search=search, train={"epochs": epochs}) for epochs in (1, 1_000_000))
     run = RunDir.create(tmp_path, short)
-    plan = profile.plan(short, inspection(), run)
+    plan = profile.plan_probes(short, inspection(), run)
     assert plan.in_rounds and batches(plan) == {1: (32, 128, 512), 4: (8,)}
     assert {task.spec.search.strategy for task in plan.tasks} == {"adaptive"}
     assert plan.reasons[0] == "search.strategy: auto chose adaptive"
-    sweep = profile.plan(long, inspection(), run)
+    sweep = profile.plan_probes(long, inspection(), run)
     assert (
         not sweep.in_rounds
         and not sweep.reasons
@@ -217,31 +217,31 @@ def test_what_auto_comes_to_is_kept_with_its_probes(tmp_path: Path) -> None:
     )
     for task in sweep.tasks:
         run.write_task(task)
-    assert batches(profile.plan(short, inspection(), run)) == batches(sweep), "a search goes on as it has begun"
+    assert batches(profile.plan_probes(short, inspection(), run)) == batches(sweep), "a search goes on as it has begun"
 
 
 def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
-    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
     for task in plan.tasks:
         rounds.write_task(task)
     make_runs.add_measured(rounds, 1, 32)
-    again = profile.plan(rounds.spec(), inspection(), rounds)
-    assert batches(again) == {1: (128, 512), 4: (8,)} and not profile.measured(rounds, plan)
+    again = profile.plan_probes(rounds.spec(), inspection(), rounds)
+    assert batches(again) == {1: (128, 512), 4: (8,)} and not profile.is_measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 128)
     make_runs.add_failed(rounds, 1, 512)
     make_runs.add_measured(rounds, 4, 8)
-    again = profile.plan(rounds.spec(), inspection(), rounds)
+    again = profile.plan_probes(rounds.spec(), inspection(), rounds)
     assert batches(again) == {1: (256, 512)}, "what failed, and what stands in for it to start from"
-    assert batches(profile.plan(rounds.spec(), inspection(), rounds, again=False)) == {1: (256,)}
+    assert batches(profile.plan_probes(rounds.spec(), inspection(), rounds, again=False)) == {1: (256,)}
 
 
 def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
-    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
     for nodes, local in ((1, 32), (1, 128), (1, 512), (4, 8)):
         make_runs.add_failed(rounds, nodes, local)
-    assert not profile.measured(rounds, plan)
+    assert not profile.is_measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 32)
-    assert profile.measured(rounds, plan)
+    assert profile.is_measured(rounds, plan)
 
 
 def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: P
     make_runs.add_failed(run, 1, 32, why)
     launcher = make_runs.FakeLauncher(says={name: "ended"})
     told = []
-    waiting_for = wait_for(run, launcher, [name], WaitPolicy())
+    waiting_for = wait_for_jobs(run, launcher, [name], WaitPolicy())
     with contextlib.suppress(StopIteration):
         while True:
             told.append(next(waiting_for))
@@ -261,15 +261,15 @@ def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: P
     assert job.state == "failed" and why not in live._tail(job)
     plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
-        profile.report(run, plan)
+        profile.profile_report(run, plan)
     assert error.value.hint.startswith("correct the script or its section")
     make_runs.add_measured(run, 1, 64)
-    assert any(isinstance(event, WarningEvent) for event in wait_for(run, launcher, [name], WaitPolicy()))
+    assert any(isinstance(event, WarningEvent) for event in wait_for_jobs(run, launcher, [name], WaitPolicy()))
 
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
     def capped(cap: float) -> profile.ProfilePlan:
-        return profile.plan(long_job(max_node_hours=cap), inspection(), rounds)
+        return profile.plan_probes(long_job(max_node_hours=cap), inspection(), rounds)
 
     assert capped(1.0).missing == 4  # the command line refuses the start where it is over the cap
     measure(rounds, capped(1.0))
@@ -282,27 +282,27 @@ def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> N
 
 
 def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
-    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    plan = profile.plan_probes(rounds.spec(), inspection(), rounds)
     for task in plan.tasks:
         rounds.write_task(task)
     for local in (32, 128, 512):
         make_runs.add_measured(rounds, 1, local)
     make_runs.add_failed(rounds, 4, 8)
-    assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {4: (8, 16)}
+    assert batches(profile.plan_probes(rounds.spec(), inspection(), rounds)) == {4: (8, 16)}
     fewer = long_job(nodes=[1, 2])
-    assert set(batches(profile.plan(fewer, inspection(), rounds))) == {2}
+    assert set(batches(profile.plan_probes(fewer, inspection(), rounds))) == {2}
 
 
 def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
     job = long_job(max_node_hours=10)
-    measure(rounds, profile.plan(job, inspection(), rounds))
-    assert profile.plan(job, inspection(), rounds, elsewhere=1.0).missing
-    assert not profile.plan(job, inspection(), rounds, elsewhere=9.9).missing
+    measure(rounds, profile.plan_probes(job, inspection(), rounds))
+    assert profile.plan_probes(job, inspection(), rounds, elsewhere=1.0).missing
+    assert not profile.plan_probes(job, inspection(), rounds, elsewhere=9.9).missing
 
 
 def test_a_packed_job_holds_its_most_nodes_all_the_time(rounds: RunDir) -> None:
     search = {"nodes": [1, 4], "min_batch": 32, "strategy": "full", "packing": "single"}
-    for task in profile.plan(make_runs.spec(search=search), inspection(), rounds).tasks:
+    for task in profile.plan_probes(make_runs.spec(search=search), inspection(), rounds).tasks:
         rounds.write_task(task)
         rounds.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
-    assert profile.spent(rounds) == pytest.approx(2 * 4 * 0.5)
+    assert profile.measured_node_hours(rounds) == pytest.approx(2 * 4 * 0.5)

@@ -24,9 +24,9 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.api.handles import Run
-from tula_cli.services.recommend import keep, pending_probes, recommend, renews
+from tula_cli.services.recommend import pending_probes, recommend, should_replace, store_answer
 from tula_cli.services.recommendation import doubts as services_recommendation_doubts
-from tula_cli.services.recommendation.measured import epochs_of, trained_epochs
+from tula_cli.services.recommendation.measured import describe_epochs, trained_epochs
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDir:
 def ask(run: RunDir, objective: str = "time", **rest: object) -> Recommendation:
     """Ask, and keep the answer."""
     answer = recommend(run, run.spec(), objective=objective, now=1.0, **rest)  # type: ignore[arg-type]
-    keep(run, run.spec(), answer)
+    store_answer(run, run.spec(), answer)
     return answer.recommendation
 
 
@@ -107,16 +107,16 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
         return recommend(run, run.spec(), objective=objective, now=1.0, **rest).recommendation  # type: ignore[arg-type]
 
     assumed, limited = answer(overrides=["pricing.price=9"]), answer(options=["--max-nodes 2"], max_nodes=2)
-    assert renews(answer(), None) and renews(limited, None) and not renews(assumed, None)
-    assert renews(answer(), answer()) and renews(limited, limited) and renews(assumed, assumed)
-    assert not any(renews(found, answer()) for found in (answer("cost"), limited, assumed))
+    assert should_replace(answer(), None) and should_replace(limited, None) and not should_replace(assumed, None)
+    assert should_replace(answer(), answer()) and should_replace(limited, limited) and should_replace(assumed, assumed)
+    assert not any(should_replace(found, answer()) for found in (answer("cost"), limited, assumed))
     assert limited.criteria == "time, --max-nodes 2" and assumed.criteria == "time, --set pricing.price=9"
 
 
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
     dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
     answer = recommend(run, dear, objective="time", overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
-    keep(run, run.spec(), answer)
+    store_answer(run, run.spec(), answer)
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.spec()
     assert "EUR" in path.read_text() and "# Asked by: time, --set pricing=" in path.read_text()
@@ -393,7 +393,7 @@ def on_spot(
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
     job = spec(search={"max_batch": 4096}, pricing=pricing)
     answer = recommend(run, job, objective=objective, now=1.0, **(limits or {}))  # type: ignore[arg-type]
-    keep(run, job, answer)
+    store_answer(run, job, answer)
     return answer.recommendation
 
 
@@ -480,7 +480,7 @@ def two_types(root: Path, *, fast: bool = True, slow: bool = True) -> RunDir:
     truths = {"fast": FAST if fast else None, "slow": SLOW if slow else None}
     for part in run.parts(job):
         if (truth := truths[part.type]) is not None:
-            part.run.adopt(part.spec)
+            part.run.save_job(part.spec)
             for result in probe_all(dataclasses.replace(truth), SWEEP):
                 part.run.write_result(result)
     return run
@@ -501,7 +501,7 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
 
 def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
-    together = recommend(run, run.spec(), objective="time", now=1.0).every()
+    together = recommend(run, run.spec(), objective="time", now=1.0).with_all_rows()
     for name, part in zip(("fast", "slow"), run.parts(run.spec()), strict=True):
         alone = recommend(part.run, part.spec, objective="time", now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]
@@ -603,8 +603,8 @@ def test_the_length_of_a_script_is_told_as_its_section_has_it(
     assert choice.same_progress is not None
     row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
     assert trained_epochs(measurements.part.spec, 1000) == epochs
-    assert epochs_of(row, measurements, "time") == f"every time is for {asked}, whatever the batch"
-    told = epochs_of(row, measurements, "accuracy-time")
+    assert describe_epochs(row, measurements, "time") == f"every time is for {asked}, whatever the batch"
+    told = describe_epochs(row, measurements, "accuracy-time")
     assert f"the progress of {asked} at batch 256; tula train runs {asked}" in told and advice in told
 
 
@@ -660,11 +660,14 @@ def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_pat
     other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)
     assert other is not None
     far = row.model_copy(update={"step_time": 2 * other, "step_low": 1.9 * other, "step_high": 2.1 * other})
-    assert "a plain additive fit of the same probes" in services_recommendation_doubts._second_opinion(forecast, far)[0]
+    assert (
+        "a plain additive fit of the same probes"
+        in services_recommendation_doubts._warn_second_opinion(forecast, far)[0]
+    )
     wide = far.model_copy(update={"step_low": 0.9 * other})
     near = far.model_copy(update={"step_time": 1.1 * other, "step_low": 1.05 * other, "step_high": 1.15 * other})
     measured = far.model_copy(update={"measured": True})
-    assert not any(services_recommendation_doubts._second_opinion(forecast, row) for row in (wide, near, measured))
+    assert not any(services_recommendation_doubts._warn_second_opinion(forecast, row) for row in (wide, near, measured))
 
 
 # --- a script of the user's own, which does not tell everything

@@ -17,10 +17,10 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.rehearsals import Rehearsal, Rehearsed
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
-from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
-from tula_cli.services.profile import spent
+from tula_cli.services.profile import measured_node_hours
 from tula_cli.services.rehearsal import before_training, rehearse
 from tula_cli.services.waiting import WaitPolicy
 from tula_cli.show import check as show_check
@@ -62,7 +62,7 @@ def keep(run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int =
         task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
         faults=(why,) if verdict == "none" else (),
     )  # fmt: skip
-    Rehearsals(run.path).write(found)
+    ResumeTestRecords(run.path).write(found)
 
 
 def train_task(job: JobSpec, **changes: Any) -> TrainTask:
@@ -72,15 +72,17 @@ def train_task(job: JobSpec, **changes: Any) -> TrainTask:
     )  # fmt: skip
 
 
-def training(run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bool = True) -> before_training.Training:
+def training(
+    run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bool = True
+) -> before_training.TrainingStart:
     predicted = None if hours is None else make_runs.prediction(2, 64, hours=hours)
-    return before_training.Training(Part(None, run, job), train_task(job), code(), predicted, wanted)
+    return before_training.TrainingStart(Part(None, run, job), train_task(job), code(), predicted, wanted)
 
 
-def prepared(found: before_training.Training, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
+def prepared(found: before_training.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
     """Return the job that a training waits for, and what was said."""
     said: list[Event] = []
-    return follow(before_training.prepared(found, launcher or FakeLauncher(), DETACHED), said.append), said
+    return follow(before_training.test_resume_if_due(found, launcher or FakeLauncher(), DETACHED), said.append), said
 
 
 # --- what can be rehearsed
@@ -96,27 +98,27 @@ def prepared(found: before_training.Training, launcher: FakeLauncher | None = No
 )
 def test_what_cannot_be_rehearsed_is_refused_in_words(tmp_path: Path, job: JobSpec, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        follow(rehearse.work(RunDir(tmp_path / "r"), job, lambda _: FakeLauncher()), lambda _: None)
+        follow(rehearse.run_resume_test(RunDir(tmp_path / "r"), job, lambda _: FakeLauncher()), lambda _: None)
 
 
 def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(run: RunDir) -> None:
-    assert rehearse.batch_of(run, spec()) == 100
-    assert rehearse.batch_of(run, spec(reference={"batch": 3})) == 4
-    assert rehearse.batch_of(run, spec(), local_batch=24) == 48
+    assert rehearse.resume_test_batch(run, spec()) == 100
+    assert rehearse.resume_test_batch(run, spec(reference={"batch": 3})) == 4
+    assert rehearse.resume_test_batch(run, spec(), local_batch=24) == 48
     run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 128)))
-    assert rehearse.batch_of(run, spec()) == 128
+    assert rehearse.resume_test_batch(run, spec()) == 128
 
 
 def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) -> None:
     keep(run, "epoch", why="it goes on")
     launcher = FakeLauncher()
-    found = follow(rehearse.work(run, spec(), lambda _: launcher), lambda _: None)
+    found = follow(rehearse.run_resume_test(run, spec(), lambda _: launcher), lambda _: None)
     assert (found.kept, found.resumes, launcher.submitted) == (True, "epoch", [])
     shown = list(show_check.rehearsed(found))
     assert shown[-1] == "script.resume.batch: rehearse, which is now epoch" and "it goes on" in shown
     assert show_check.rehearsed_data(found)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
-    assert rehearse.kept_for(run, other, code()) is None, "it was another command line"
+    assert rehearse.load_finding(run, other, code()) is None, "it was another command line"
 
 
 def test_python_has_what_the_command_finds(run: RunDir) -> None:
@@ -129,22 +131,22 @@ def test_python_has_what_the_command_finds(run: RunDir) -> None:
 
 def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
     launcher, part = FakeLauncher(), Part(None, run, spec())
-    first = rehearse.submit(part, launcher, code(), batch=None)
-    assert rehearse.submit(part, launcher, code(), batch=None) == first
+    first = rehearse.submit_resume_test(part, launcher, code(), batch=None)
+    assert rehearse.submit_resume_test(part, launcher, code(), batch=None) == first
     launcher.says[first.job] = "ended"
-    second = rehearse.submit(part, launcher, code(), batch=None)
+    second = rehearse.submit_resume_test(part, launcher, code(), batch=None)
     assert launcher.submitted == [first.job, second.job] and second.id.endswith("-2")
     assert isinstance(run.task(first.id), RehearsalTask) and (first.nodes, first.batch) == (1, 100)
 
 
 def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
     launcher = FakeLauncher()
-    task = rehearse.submit(Part(None, run, spec()), launcher, code(), batch=None)
-    now = status.snapshot(run, launcher, now=make_runs.START)
+    task = rehearse.submit_resume_test(Part(None, run, spec()), launcher, code(), batch=None)
+    now = status.run_status(run, launcher, now=make_runs.START)
     assert [(job.id, job.kind, job.state) for job in now.jobs] == [(task.job, "rehearse", "running")]
     keep(run, "none")
     launcher.says[task.job] = "ended"
-    now = status.snapshot(run, launcher, now=make_runs.START)
+    now = status.run_status(run, launcher, now=make_runs.START)
     assert now.jobs[0].state == "done" and now.rehearsal is not None and now.rehearsal.verdict == "none"
     assert [line for line in show_status.status(now) if "none; KeyError: 'a'" in str(line)]
 
@@ -152,38 +154,38 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not rehearsed: no checkpoint within 30 s")
     nothing = rehearse.ResumeFinding(
-        Rehearsals(run.path).all(rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
+        ResumeTestRecords(run.path).records_of(rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
     )
     with pytest.raises(NotRehearsed, match="was not found out: not rehearsed: no checkpoint within 30 s") as error:
         nothing.require_found("job.yaml")
     assert error.value.exit_code == 12
     nothing.require_resumable("job.yaml", "")
     keep(run, "same", number=2)
-    rehearse.kept_for(run, run.spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
+    rehearse.load_finding(run, run.spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
 
 
 def capped(run: RunDir, *, hours: float) -> JobSpec:
     """Return the job with a cap on node-hours, of which a rehearsal has taken half an hour."""
     job = run.spec().model_copy(update={"search": run.spec().search.model_copy(update={"max_node_hours": hours})})
-    task = rehearse.submit(Part(None, run, job), FakeLauncher(), code(), batch=None)
+    task = rehearse.submit_resume_test(Part(None, run, job), FakeLauncher(), code(), batch=None)
     run.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
-    assert spent(run) == 0.5
+    assert measured_node_hours(run) == 0.5
     return job
 
 
 def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
     job = capped(run, hours=0.6)
     with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a rehearsal may take 0.833"):
-        follow(rehearse.work(run, job, lambda _: FakeLauncher(), fresh=True), lambda _: None)
+        follow(rehearse.run_resume_test(run, job, lambda _: FakeLauncher(), fresh=True), lambda _: None)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
-    assert rehearse.beyond_what_is_left(run, enough) == ""
+    assert rehearse.describe_cap_exceeded(run, enough) == ""
 
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:
     over = "a rehearsal may take too much"
     found = dataclasses.replace(training(run, run.spec()), over_cap=over)
     job, said = prepared(found)
-    assert (found.due, job) == (False, "")
+    assert (found.is_test_due, job) == (False, "")
     assert [event.text for event in said if isinstance(event, WarningEvent)] == [
         f"the script's resume is not rehearsed: {over}"
     ]
@@ -194,17 +196,17 @@ def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run
 
 def test_a_rehearsal_comes_once_before_the_first_long_training(run: RunDir) -> None:
     job = run.spec()
-    assert training(run, job).due
+    assert training(run, job).is_test_due
     for other in (
         training(run, job, hours=0.9), training(run, job, hours=None), training(run, job, wanted=False),
         training(run, spec(resume=None)), training(run, spec(resume={"args": "", "checkpoint": "/mine/x"})),
     ):  # fmt: skip
-        assert not other.due
+        assert not other.is_test_due
     run.write_attempt(make_runs.attempt("train-x-1"))
-    assert not training(run, job).due, "it has begun"
+    assert not training(run, job).is_test_due, "it has begun"
     (run.path / "attempts" / "train-x-1.001.json").unlink()
     keep(run, None)
-    assert not training(run, job).due, "somebody has looked"
+    assert not training(run, job).is_test_due, "somebody has looked"
 
 
 def test_a_training_that_nobody_waits_for_is_submitted_behind_its_rehearsal(run: RunDir) -> None:
@@ -239,7 +241,7 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
 )
 def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, words: str) -> None:
     found = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
-    said = list(before_training._told(rehearse.ResumeFinding(found, setting, kept=True)))
+    said = list(before_training._finding_events(rehearse.ResumeFinding(found, setting, kept=True)))
     assert [event.text.startswith(words) for event in said if isinstance(event, WarningEvent)] == [True] * bool(words)
 
 
@@ -253,12 +255,15 @@ def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, v
 def test_a_relaunch_goes_on_as_was_found(run: RunDir, setting: Any, verdict: Any, goes_on: str) -> None:
     job = spec(resume=RESUME | {"batch": setting})
     keep(run, verdict, job)
-    assert ScriptTraining(run, train_task(job)).goes_on == goes_on
+    assert ScriptTraining(run, train_task(job)).resume_verdict == goes_on
 
 
 def test_records_go_through_their_files(run: RunDir) -> None:
     start = Rehearsed(phase="begin", batch=8, length=Length(epochs=3), whole=None, ended="killed", seconds=1.0)
     found = Rehearsal(task="rehearse-k-1", key="k", began_at=0.0, starts=(start,))
-    Rehearsals(run.path).write(found)
-    assert Rehearsals(run.path).read("rehearse-k-1") == found and Rehearsals(run.path).kept("k") is None
+    ResumeTestRecords(run.path).write(found)
+    assert (
+        ResumeTestRecords(run.path).read("rehearse-k-1") == found
+        and ResumeTestRecords(run.path).newest_verdict("k") is None
+    )
     assert json.loads((run.path / "script" / "rehearse-k-1.json").read_text())["starts"][0]["length"]["epochs"] == 3

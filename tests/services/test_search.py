@@ -10,7 +10,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Calibration, TrainedSteps
 from tula_cli.run.records.tasks import probe_id
-from tula_cli.services.search import STRATEGIES, feasible, next_round, probes
+from tula_cli.services.search import STRATEGIES, choose_probes, feasible_candidates, next_round
 from tula_cli.spec.job import JobSpec
 
 
@@ -18,7 +18,7 @@ def plan(
     strategy: str, *, max_local_batch: int | None = 256, dataset_size: int = 50_000, **sections: dict[str, object]
 ) -> dict[int, tuple[int, ...]]:
     search = {"strategy": strategy, **sections.pop("search", {})}
-    return probes(spec(search=search, **sections), dataset_size=dataset_size, max_local_batch=max_local_batch)
+    return choose_probes(spec(search=search, **sections), dataset_size=dataset_size, max_local_batch=max_local_batch)
 
 
 def test_full_measures_every_candidate() -> None:
@@ -77,12 +77,12 @@ def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
 ) -> None:
     job = spec(search={"nodes": nodes, "min_batch": 8, "strategy": strategy})
     try:
-        candidates = feasible(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+        candidates = feasible_candidates(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
     except Infeasible:
         with pytest.raises(Infeasible):
-            probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+            choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
         return
-    found = probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    found = choose_probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
     everything = {(config.nodes, config.local_batch(1)) for config in candidates}
     assert {(count, local) for count, locals_ in found.items() for local in locals_} <= everything
     assert list(found) == sorted(found)
@@ -140,7 +140,7 @@ def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> 
 
 
 def probes_of(job: JobSpec) -> dict[int, tuple[int, ...]]:
-    return probes(job, dataset_size=Truth().dataset_size, max_local_batch=None)
+    return choose_probes(job, dataset_size=Truth().dataset_size, max_local_batch=None)
 
 
 def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
@@ -154,7 +154,7 @@ def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
         results |= {probe.id: probe for probe in fresh}
         rounds += 1
     assert "expected regret" in found.words
-    everything = feasible(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
+    everything = feasible_candidates(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
     assert rounds >= 2 and len(results) < len(everything) / 2
     rows = Forecast.from_results(ADAPTIVE, list(results.values())).predictions()
     best = min(truth.step_time(row.nodes, row.local_batch) / row.batch for row in rows)

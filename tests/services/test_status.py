@@ -38,14 +38,14 @@ def shown(*parts):
 
 
 def only_job(run, launcher=None, *, now=START + 100):
-    return services_status.snapshot(run, launcher or make.FakeLauncher(), now=now).jobs[0]
+    return services_status.run_status(run, launcher or make.FakeLauncher(), now=now).jobs[0]
 
 
 # --- one moment
 
 
 def test_a_run_without_jobs(run):
-    now = services_status.snapshot(run, make.FakeLauncher(), now=START)
+    now = services_status.run_status(run, make.FakeLauncher(), now=START)
     assert (now.jobs, now.training, now.attempts, now.recommendation) == ((), None, (), None)
     assert not now.active()
 
@@ -54,7 +54,7 @@ def test_a_queued_job_says_what_it_waits_for(run):
     name = make.add_probes(run, 2, (16, 32))
     job = only_job(run, make.FakeLauncher({name: "pending"}, reason="Resources"))
     assert (job.state, job.reason, job.total, job.done) == ("queued", "Resources", 2, 0)
-    assert job.now == job_status.Probe(nodes=2, local_batch=16, batch=32)
+    assert job.now == job_status.ProbeConfiguration(nodes=2, local_batch=16, batch=32)
     assert (job.elapsed, job.left, job.node_hours) == (None, None, 0)
 
 
@@ -63,7 +63,7 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
     words = "no space left on device: 0 B of 1.00 GiB are free where /scratch is; held: 12 to 14"
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="disk", message=words))
     launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start", flags={"held": True})
-    now = services_status.snapshot(run, launcher, now=START + 20)
+    now = services_status.run_status(run, launcher, now=START + 20)
     (job,) = now.jobs
     assert (job.state, now.active()) == ("held", False)
     assert job.reason.startswith(words) and "free some space" in job.reason
@@ -77,7 +77,7 @@ def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
     run.write_attempt(make.attempt(f"{name}-1"))
     reason = "suspended: an administrator has stopped it"
     launcher = make.FakeLauncher({name: "running"}, reason=reason, flags={"suspended": True})
-    now = services_status.snapshot(run, launcher, now=START + 100)
+    now = services_status.run_status(run, launcher, now=START + 100)
     (job,) = now.jobs
     assert (job.state, job.reason, job.elapsed, now.active()) == ("suspended", reason, 100, True)
     told = shown(*show_status.status(now))
@@ -89,7 +89,7 @@ def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
     make.add_measured(run, 1, 32)
     run.write_attempt(make.attempt(name, number=1, start=START - 50))  # its supervisor was killed
     run.write_attempt(make.attempt(name, number=2))
-    now = services_status.snapshot(run, make.FakeLauncher({name: "ended"}), now=START + 100)
+    now = services_status.run_status(run, make.FakeLauncher({name: "ended"}), now=START + 100)
     told = shown(show_status.attempts(now)).splitlines()
     states = [line.split()[-1] for line in told if line.startswith("probe-")]
     assert (now.jobs[0].state, states) == ("done", ["lost", "done"])
@@ -118,7 +118,7 @@ def test_a_host_whose_clock_is_off_changes_neither_elapsed_time_nor_time_left(ru
     run.write_job(make.job(name, scheduler="slurm", at=began - 1))
     os.utime(run.path / "attempts" / f"{name}-1.001.json", (began, began))
     os.utime(run.training("ab12cd34").metrics_path, (began + 55, began + 55))
-    seen = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=now)
+    seen = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=now)
     assert seen.training.eta == pytest.approx(rows[-1]["eta"] - 5)
     assert (seen.jobs[0].elapsed, seen.attempts[0].attempt.started_at) == (60, began)
     ended = make.attempt(
@@ -138,7 +138,7 @@ def test_the_scheduler_is_asked_once_for_all_jobs(run):
     launcher = make.FakeLauncher()
     for nodes in (1, 2, 4):
         make.add_probes(run, nodes, (32,))
-    services_status.snapshot(run, launcher, now=START)
+    services_status.run_status(run, launcher, now=START)
     assert launcher.asked == 1
 
 
@@ -148,7 +148,7 @@ def test_a_damaged_result_is_a_warning_and_the_others_are_shown(run):
     make.add_measured(run, 1, 128)
     damaged = run.path / "results/probe-n001-l000064.json"
     damaged.write_text('{"kind": "measured"')
-    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START)
+    now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START)
     assert (now.measured, now.jobs[0].done, now.jobs[0].now.local_batch) == (2, 2, 64)
     assert [str(damaged) in warning and "delete that file" in warning for warning in now.warnings] == [True]
 
@@ -160,7 +160,7 @@ def test_a_running_job_names_the_probe_that_runs_and_what_is_left(run):
     make.add_measured(run, 2, 32, at=START + 50)
     job = only_job(run, make.FakeLauncher({name: "running"}), now=START + 60)
     assert (job.state, job.done, job.total) == ("running", 2, 4)
-    assert job.now == job_status.Probe(nodes=2, local_batch=64, batch=128)
+    assert job.now == job_status.ProbeConfiguration(nodes=2, local_batch=64, batch=128)
     assert job.elapsed == 60
     assert job.left == pytest.approx(2 * 25)  # two probes took 50 s
     assert job.node_hours == pytest.approx(2 * 60 / 3600)
@@ -283,11 +283,13 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
     damaged = run.path / f"jobs/{bad}.json"
     damaged.write_text("{")
     launcher = make.FakeLauncher({good: "running", bad: "running"})
-    now = services_status.snapshot(run, launcher, now=START)
+    now = services_status.run_status(run, launcher, now=START)
     assert [job.id for job in now.jobs] == [good]
     (warning,) = now.warnings
     assert f"{damaged} is damaged" in warning and "end it by the scheduler's own command" in warning
-    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == [good] and launcher.cancelled == [good]
+    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == [good] and launcher.cancelled == [
+        good
+    ]
 
 
 # --- training
@@ -300,7 +302,7 @@ def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
 def test_a_training_of_a_script_is_as_long_as_its_section_says(tmp_path, length, epochs, asked):
     own = RunDir.create(tmp_path, make.script_spec(**length))
     make.add_training(own, rows=make.metrics(START + 60))
-    train = services_status.snapshot(own, make.FakeLauncher(), now=START + 60).training
+    train = services_status.run_status(own, make.FakeLauncher(), now=START + 60).training
     assert (train.epochs, train.samples_asked) == (epochs, asked)
 
 
@@ -310,7 +312,7 @@ def test_the_beta2_of_the_newest_start_is_told(tmp_path):
         {**row, "beta2": beta2} for row in make.metrics(START) if row["kind"] == "start" for beta2 in (0.5, 0.9921875)
     ]
     make.add_training(own, rows=[*rows, *(row for row in make.metrics(START + 60) if row["kind"] != "start")])
-    train = services_status.snapshot(own, make.FakeLauncher(), now=START + 60).training
+    train = services_status.run_status(own, make.FakeLauncher(), now=START + 60).training
     assert train.beta2 == 0.9921875
     assert ", lr 0.100, beta2 0.992188, " in show_status.training(train)
 
@@ -318,7 +320,7 @@ def test_the_beta2_of_the_newest_start_is_told(tmp_path):
 def test_a_training_run_half_way(run):
     name = make.add_training(run, rows=make.metrics(START + 60))
     run.write_attempt(make.attempt(f"{name}-1"))
-    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 60)
+    now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 60)
     train = now.training
     assert (train.epoch, train.epochs, train.samples, train.batch) == (1.5, 4, 1920, 128)
     assert (train.loss, train.top1, train.lr, train.step_time, train.predicted_step) == (1.7, 61.0, 0.1, 0.11, 0.1)
@@ -355,7 +357,7 @@ def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, fla
     for number, changes in enumerate(attempts, 1):
         on_slurm.write_attempt(make.attempt(f"{name}-1", number=number, **changes))
     now = START + (650 if left == 80 else 70)
-    seen = services_status.snapshot(on_slurm, make.FakeLauncher({name: said}, flags=flags), now=now)
+    seen = services_status.run_status(on_slurm, make.FakeLauncher({name: said}, flags=flags), now=now)
     (job,) = seen.jobs
     assert (job.state in job_status.ACTIVE) == (job.left is not None)
     assert job.left in (None, left) and seen.training.eta == job.left
@@ -364,14 +366,14 @@ def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, fla
 
 def test_a_training_run_before_its_first_row(run):
     name = make.add_training(run)
-    train = services_status.snapshot(run, make.FakeLauncher({name: "pending"}), now=START).training
+    train = services_status.run_status(run, make.FakeLauncher({name: "pending"}), now=START).training
     assert (train.epoch, train.samples, train.loss, train.eta) == (0, 0, None, None)
 
 
 def test_a_start_without_a_step_yet_has_no_time_left_of_the_one_before(run):
     rows = make.metrics(START)
     name = make.add_training(run, rows=[*rows, *(row for row in rows if row["kind"] == "start")])
-    train = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 900).training
+    train = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 900).training
     assert train.eta is None
     assert "left" not in show_status.training(train)
 
@@ -382,7 +384,7 @@ def test_a_training_run_that_tunes_itself(run):
     more = tuple(make.branch(f"x{factor}", loss=factor) for factor in (8, 16))
     arms = (*make.tuning(()).arms, *(Arm(name=branch.arm, lr_factor=branch.loss) for branch in more))
     run.write_tuning(make.tuning(branches[:2]))
-    snapshot = partial(services_status.snapshot, run, make.FakeLauncher({name: "running"}), now=START + 60)
+    snapshot = partial(services_status.run_status, run, make.FakeLauncher({name: "running"}), now=START + 60)
     found = snapshot().training.tuning
     assert (found.arm, found.number, found.count, found.rung, found.chosen) == ("x4", 3, 3, 1, None)
     assert found.branches == branches[:2]
@@ -404,7 +406,7 @@ def test_a_finished_training_run_says_at_which_batch_it_ended(run):
     make.add_training(run, rows=make.metrics())
     run.write_train_result(make.train_result())
     run.write_summary(make.summary())
-    now = services_status.snapshot(run, make.FakeLauncher(), now=START + 999)
+    now = services_status.run_status(run, make.FakeLauncher(), now=START + 999)
     assert (now.training.finished, now.training.batch, now.training.eta, now.training.kwh) == (True, 64, 0, None)
     assert now.jobs[0].state == "done"
 
@@ -412,13 +414,13 @@ def test_a_finished_training_run_says_at_which_batch_it_ended(run):
 def test_the_energy_that_was_counted_so_far_is_told(run):
     make.add_training(run, rows=make.metrics())
     run.write_energy("ab12cd34", CountedEnergy(joules=9e6, seconds=100.0))
-    now = services_status.snapshot(run, make.FakeLauncher(), now=START + 999)
+    now = services_status.run_status(run, make.FakeLauncher(), now=START + 999)
     assert now.training.kwh == 2.5
 
 
 def test_a_lost_training_run_has_no_time_left(run):
     make.add_training(run, rows=make.metrics())
-    now = services_status.snapshot(run, make.FakeLauncher(), now=START + 61)
+    now = services_status.run_status(run, make.FakeLauncher(), now=START + 61)
     assert now.jobs[0].state == "lost"
     assert now.training.eta is None
 
@@ -427,7 +429,7 @@ def test_the_training_run_that_was_submitted_last_is_shown(run):
     make.add_training(run, signature="00000001", at=START)
     make.add_training(run, signature="ffffffff", at=START + 10)
     make.add_training(run, signature="aaaaaaaa", at=START + 20)
-    assert services_status.snapshot(run, make.FakeLauncher(), now=START).training.signature == "aaaaaaaa"
+    assert services_status.run_status(run, make.FakeLauncher(), now=START).training.signature == "aaaaaaaa"
 
 
 def test_the_story_of_a_training_names_batches_and_causes(run):
@@ -438,7 +440,7 @@ def test_the_story_of_a_training_names_batches_and_causes(run):
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="device_oom", samples=0))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 10, samples=640, allocation="7.0", hosts="n[1-2]"))
     run.write_attempt(make.attempt(f"{name}-2", number=2, start=START + 20, samples=1280))
-    story = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 60).attempts
+    story = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 60).attempts
     assert [(row.job, row.batch, row.cause) for row in story] == [
         (name, 128, ""),
         (name, 64, "out of memory at batch 128"),
@@ -468,7 +470,7 @@ class Clock:
 
 
 def watched(run, launcher, jobs, clock, **options):
-    found = services_status.watch(run, launcher, jobs, clock=clock, sleep=clock.sleep, **options)
+    found = services_status.watch_jobs(run, launcher, jobs, clock=clock, sleep=clock.sleep, **options)
     return list(itertools.islice(found, 1000))
 
 
@@ -501,8 +503,8 @@ def test_waiting_goes_on_while_one_job_may_still_end(run):
 def test_a_round_of_waiting_reads_what_a_look_reads(run, scheduler, monkeypatch):
     """Not 30 times that on SLURM, where a round takes a minute and looks every two seconds."""
     opened = []
-    whole = files.content
-    monkeypatch.setattr(files, "content", lambda path: opened.append(path) or whole(path))
+    whole = files.read_content
+    monkeypatch.setattr(files, "read_content", lambda path: opened.append(path) or whole(path))
     for nodes in range(1, 9):
         name = make.add_probes(run, nodes, (32, 64))
         run.write_job(make.job(name, scheduler=scheduler))
@@ -510,7 +512,7 @@ def test_a_round_of_waiting_reads_what_a_look_reads(run, scheduler, monkeypatch)
     make.add_training(run)
     launcher, jobs = make.FakeLauncher({job.id: "running" for job in run.jobs()}), [job.id for job in run.jobs()]
     opened.clear()
-    services_status.snapshot(run, launcher, now=START)
+    services_status.run_status(run, launcher, now=START)
     look, clock = len(opened), Clock()
     opened.clear()
     rounds = len(watched(run, launcher, jobs, clock, timeout=600))
@@ -524,7 +526,9 @@ def test_a_result_is_noticed_within_a_round(run):
     clock = Clock([(130, lambda: make.add_measured(run, 1, 32))])
     seen = watched(run, make.FakeLauncher({name: "running"}), [name], clock)
     assert seen[-1].jobs[0].state == "done"
-    assert clock.now - START - 1000 <= 130 + services_status.LOOK, "and not at its end, up to a minute later"
+    assert clock.now - START - 1000 <= 130 + services_status.FILE_POLL_SECONDS, (
+        "and not at its end, up to a minute later"
+    )
 
 
 def test_looks_seldom_and_then_more_seldom(run):
@@ -621,7 +625,7 @@ def test_runs_are_listed_in_the_order_of_the_time_that_is_shown(tmp_path):
         own = RunDir.create(tmp_path, make.spec(name=name))
         if at is not None:
             own.write_recommendation(make.recommendation(created_at=at))
-    (RunDir.create(tmp_path, make.spec(name="old"))).adopt(make.spec(name="old"))
+    (RunDir.create(tmp_path, make.spec(name="old"))).save_job(make.spec(name="old"))
     found = listing.list_runs(tmp_path)
     assert [row.id.partition("-")[0] for row in found] == ["newest", "new", "old", "nothing"]
     assert [row.changed for row in found] == [START + 100, START + 50, START, None]
@@ -688,9 +692,9 @@ def test_a_finished_training_shows_the_step_time_that_its_summary_has(tmp_path):
     make.add_training(run, rows=make.metrics())
     run.write_train_result(make.train_result())
     asked = make.FakeLauncher()
-    last = services_status.snapshot(run, asked, now=START).training.step_time
+    last = services_status.run_status(run, asked, now=START).training.step_time
     run.write_summary(make.summary())
-    assert services_status.snapshot(run, asked, now=START).training.step_time == make.summary().actual_step != last
+    assert services_status.run_status(run, asked, now=START).training.step_time == make.summary().actual_step != last
 
 
 def test_no_runs(tmp_path):
@@ -743,10 +747,10 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
 def test_cancels_what_is_queued_or_running_and_nothing_else(run):
     done, queued, running = (make.add_probes(run, nodes, (32,)) for nodes in (1, 2, 4))
     launcher = make.FakeLauncher({done: "ended", queued: "pending", running: "running"})
-    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == [queued, running]
+    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == [queued, running]
     assert launcher.cancelled == [queued, running]
-    assert not run.cancelled(done)
-    assert services_status.cancel(run.parts(run.spec()), lambda _: launcher) == []
+    assert not run.is_cancelled(done)
+    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher) == []
 
 
 class Refusing(make.FakeLauncher):
@@ -772,7 +776,7 @@ def two_types(tmp_path):
     run = RunDir.create(tmp_path, make.spec(node_types=types))
     parts = run.parts(run.spec())
     for part in parts:
-        part.run.adopt(part.spec)
+        part.run.save_job(part.spec)
         for nodes in (1, 2):
             make.add_probes(part.run, nodes, (32,))
     return parts
@@ -802,7 +806,7 @@ def test_what_one_scheduler_does_not_cancel_keeps_none_of_the_others(two_types, 
         launchers[part.name] = Refusing(dict.fromkeys(("probe-n001", "probe-n002"), "running"))
         launchers[part.name].refused, launchers[part.name].silent = refused.get(part.name, ()), part.name in silent
     with pytest.raises(SchedulerError) as caught:
-        services_status.cancel(two_types, lambda part: launchers[part.name])
+        services_status.cancel_jobs(two_types, lambda part: launchers[part.name])
     ended = [f"{name}/{job}" for name, launcher in launchers.items() for job in launcher.cancelled]
     assert ended == [job for job in JOBS_OF_TYPES if job not in not_cancelled]
     for job in not_cancelled:
@@ -822,7 +826,7 @@ def test_a_type_whose_scheduler_is_not_there_keeps_none_of_the_others(two_types)
         return launcher
 
     with pytest.raises(SchedulerError, match=r"all jobs of a100 \(my.queue cannot be imported\)"):
-        services_status.cancel(two_types, launcher_for)
+        services_status.cancel_jobs(two_types, launcher_for)
     assert launcher.cancelled == ["probe-n001", "probe-n002"]
 
 
@@ -831,10 +835,10 @@ def test_one_job_that_is_not_cancelled_is_told_as_it_is(run):
     launcher = Refusing({name: "running"})
     launcher.refused = (name,)
     with pytest.raises(SchedulerError, match=r"^scancel: probe-n001: Unable"):
-        services_status.cancel(run.parts(run.spec()), lambda _: launcher)
+        services_status.cancel_jobs(run.parts(run.spec()), lambda _: launcher)
 
 
 def test_cancels_a_job_the_scheduler_does_not_know(run):
     name = make.add_probes(run, 1, (32,))
-    assert services_status.cancel(run.parts(run.spec()), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
-    assert run.cancelled(name)
+    assert services_status.cancel_jobs(run.parts(run.spec()), lambda _: make.FakeLauncher({name: "unknown"})) == [name]
+    assert run.is_cancelled(name)

@@ -25,7 +25,7 @@ from tula_cli.spec.signature import train_signature
 
 def plan(*arguments: object, **named: object) -> train.TrainPlan:
     """Plan with a dataset of 2000 samples, without building it."""
-    return train.plan(*arguments, **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+    return train.plan_training(*arguments, **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_time_limit_of_a_choice_by_the_queue_goes_with_it(tmp_path: Path) ->
     assert planned.task.signature == plan(run, run.spec(), nodes=2, batch=256).task.signature
     other = plan(run, run.spec(), nodes=1)
     assert other.task.spec.cluster.slurm.minutes == 480 and other.wait_bound is None
-    job = run.job(train.start(run, planned, FakeLauncher(scheduler="slurm")))
+    job = run.job(train.submit_training(run, planned, FakeLauncher(scheduler="slurm")))
     assert job is not None and job.wait_bound == 1800
 
 
@@ -122,7 +122,7 @@ def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
     make_runs.add_measured(run, 1, 32)
     spec = make_runs.spec(cluster={"collective": collective})
     told: list[object] = []
-    ready = follow(train.prepare(run, spec, lambda _: pytest.fail("built"), nodes=1, batch=32), told.append)
+    ready = follow(train.prepare_training(run, spec, lambda _: pytest.fail("built"), nodes=1, batch=32), told.append)
     assert ready.plan.task.spec.cluster.collective == collective, "it is trained, not refused"
     texts = [event.text for event in told if isinstance(event, WarningEvent)]
     assert [text for text in texts if "by all-reduce" in text] == texts
@@ -150,11 +150,11 @@ def test_a_second_call_goes_on_with_the_newest_attempt(run: RunDir) -> None:
 def test_a_running_job_is_not_submitted_twice(run: RunDir) -> None:
     launcher = FakeLauncher()
     planned = plan(run, run.spec(), nodes=1, batch=64)
-    job = train.start(run, planned, launcher)
-    assert train.start(run, planned, launcher) == job
+    job = train.submit_training(run, planned, launcher)
+    assert train.submit_training(run, planned, launcher) == job
     assert launcher.submitted == [job]
     launcher.says[job] = "ended"
-    train.start(run, planned, launcher)
+    train.submit_training(run, planned, launcher)
     assert launcher.submitted == [job, job]
 
 
@@ -183,26 +183,26 @@ def test_how_a_run_ended_is_told_by_its_class(
 ) -> None:
     task = ended(run, outcome)
     with pytest.raises(error, match=words):
-        train.report(run, task.signature)
+        train.load_summary(run, task.signature)
 
 
 def test_a_diverged_run_says_which_checkpoint_stays_and_what_to_do(run: RunDir) -> None:
     task = ended(run, "diverged", "Diverged: the loss is not finite at epoch 2.50, step 5, 320 samples")
     write_atomic(run.training(task.signature).checkpoint_path(256), b"")
     with pytest.raises(Diverged, match=r"step 5, 320 samples; the checkpoint at 256 samples is finite") as caught:
-        train.report(run, task.signature)
+        train.load_summary(run, task.signature)
     assert caught.value.exit_code == 9 and "lower optimizer.lr" in caught.value.hint
 
 
 def test_a_run_that_never_started_is_pending(run: RunDir) -> None:
     with pytest.raises(Pending, match="has not started"):
-        train.report(run, "00000000")
+        train.load_summary(run, "00000000")
 
 
 def test_a_finished_run_answers_its_summary(run: RunDir) -> None:
     summary = make_runs.summary()
     run.write_summary(summary)
-    assert train.report(run, summary.signature) == summary
+    assert train.load_summary(run, summary.signature) == summary
 
 
 def trained_for_two_hours(run: RunDir, choice: Prediction) -> TrainTask:
@@ -270,13 +270,16 @@ def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
     job = make_runs.spec(node_types={"a": {}, "b": {}})
     run = RunDir.create(tmp_path, job)
     with pytest.raises(BadMeasurements, match="--type not given"):
-        train.part(run, job, None)
+        train.part_to_train(run, job, None)
     best = make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a"))
     run.write_recommendation(best)
     own = make_runs.recommendation(choice=make_runs.prediction(1, 64, type="b"))
     run.parts(job)[1].run.write_recommendation(own)
-    assert [part.type for part, _ in (train.part(run, job, None), train.part(run, job, "b"))] == ["a", "b"]
-    assert (train.part(run, job, None)[1], train.part(run, job, "b")[1]) == (best, own)
+    assert [part.type for part, _ in (train.part_to_train(run, job, None), train.part_to_train(run, job, "b"))] == [
+        "a",
+        "b",
+    ]
+    assert (train.part_to_train(run, job, None)[1], train.part_to_train(run, job, "b")[1]) == (best, own)
     planned = plan(run.parts(job)[0].run, job.by_type()["a"], recommendation=best)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)
 

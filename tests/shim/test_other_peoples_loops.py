@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.cluster.scripts.put_aside import put_aside
+from tula_cli.cluster.scripts.put_aside import put_aside_probe_files
 from tula_cli.models.claims import epoch_samples, mismatches
 from tula_cli.run.records.shim import Expected, ShimPlan
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -112,12 +112,12 @@ def test_a_probe_leaves_nothing_that_a_training_would_start_from(run: ScriptRank
     for name in ("mine.pt", "todo.txt", "train.txt"):
         (work / name).write_text(name)
     before = tree(work)
-    plan = training(attempt.path, mode="probe", min_steps=20, max_steps=20, files=(str(attempt.out),))
-    options = ("--save", save, "--size", 64, "--epochs", 30, "--out", attempt.out, "--home", work)
+    plan = training(attempt.path, mode="probe", min_steps=20, max_steps=20, files=(str(attempt.output_folder),))
+    options = ("--save", save, "--size", 64, "--epochs", 30, "--out", attempt.output_folder, "--home", work)
     ended = run("various.py", *options, plan=plan)
     assert ended.results()[0].why == "stopped", ended.said
     assert tree(work) != before, "the script has written"
-    told = put_aside(attempt)
+    told = put_aside_probe_files(attempt)
     assert tree(work) == before and "outside of {out}" in told and str(work) in told
     assert attempt.put_aside() == [told]
 
@@ -127,10 +127,22 @@ def test_what_was_there_before_is_restored_and_early_files_stay(run: ScriptRanks
     work.mkdir()
     (work / "train.log").write_text('{"epoch": -1}\n')
     time.sleep(0.01)
-    plan = training(attempt.path, mode="probe", min_steps=8, max_steps=8, files=(str(attempt.out),))
-    options = ("--save", "log", "--size", 64, "--epochs", 30, "--out", attempt.out, "--home", work, "--prepare")
+    plan = training(attempt.path, mode="probe", min_steps=8, max_steps=8, files=(str(attempt.output_folder),))
+    options = (
+        "--save",
+        "log",
+        "--size",
+        64,
+        "--epochs",
+        30,
+        "--out",
+        attempt.output_folder,
+        "--home",
+        work,
+        "--prepare",
+    )
     run("various.py", *options, plan=plan).results()
     assert (work / "train.log").read_text().count("\n") > 1
-    put_aside(attempt)
+    put_aside_probe_files(attempt)
     assert (work / "train.log").read_text() == '{"epoch": -1}\n'
     assert (work / "prepared.txt").exists(), "it was written before the first step: no training is in it"

@@ -191,7 +191,7 @@ def with_progress(found):
         told = efficiency.same_progress(row, epochs=60, reference=64, noise=noise)
         return dataclasses.replace(row, same_progress=told).record(0)
 
-    words = efficiency.words(noise, reference=64, epochs=60)
+    words = efficiency.describe_noise(noise, reference=64, epochs=60)
     rows = tuple(beside(row) for row in found.rows)
     return found.model_copy(update={"rows": rows, "choice": beside(found.choice), "efficiency": words})
 
@@ -449,7 +449,7 @@ def test_only_yes_is_yes(monkeypatch, typed, expected):
 
 
 def snapshot(run, states=None):
-    return services_status.snapshot(run, make.FakeLauncher(states or {}), now=START + 60)
+    return services_status.run_status(run, make.FakeLauncher(states or {}), now=START + 60)
 
 
 def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
@@ -524,7 +524,7 @@ def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the
     end = printed(show_train.summary(make.summary(changes=(change,))))
     assert [" ".join(text.split()).count(said) for text in (status, end)] == [1, 1]
     faster = change.model_copy(update={"before": change.after, "after": change.before, "cost_more": -0.5})
-    text = step_change.words(faster)
+    text = step_change.describe_step_change(faster)
     assert "(-33 %): the network is faster" in text and text.endswith("0.500 USD less")
 
 
@@ -582,7 +582,7 @@ def test_attempts_on_this_machine_have_no_allocation(run):
 def test_a_queued_job_shows_its_reason_and_expected_start(run):
     name = make.add_probes(run, 2, (16,))
     launcher = make.FakeLauncher({name: "pending"}, reason="Resources", starts_at=START + 600)
-    now = services_status.snapshot(run, launcher, now=START)
+    now = services_status.run_status(run, launcher, now=START)
     expected = f"{name} queued: Resources, expected to start {words.moment(START + 600)}"
     assert expected in printed(show_status.status(now))
     shown = screen()
@@ -596,12 +596,12 @@ def test_the_wait_of_a_job_is_held_against_its_bound(run, bound, verdict):
     name = make.add_probes(run, 2, (16,))
     run.write_job(make.job(name, nodes=2, scheduler="slurm").model_copy(update={"wait_bound": bound}))
     run.write_attempt(make.attempt(name, start=START + 300, allocation="4711.0"))
-    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 400)
+    now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 400)
     assert (now.jobs[0].wait, now.jobs[0].wait_bound) == (300, bound)
     assert f"{name} running: waited {words.duration(300)}, {verdict} {words.duration(bound)}" in printed(
         show_status.status(now)
     )
-    queued = services_status.snapshot(run, make.FakeLauncher({name: "pending"}), now=START + 100)
+    queued = services_status.run_status(run, make.FakeLauncher({name: "pending"}), now=START + 100)
     assert queued.jobs[0].wait == 300  # it has run before
 
 
@@ -836,7 +836,7 @@ def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
     now = snapshot(run)
     assert now.notes == ("no synchronisation: no DDP (2 of 2 probes)",)
     assert printed(show_status.status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1
-    report = profile.report(run, profile.ProfilePlan((), 0, 0, 0, 0, None, "USD", Source(Path(), "")))
+    report = profile.profile_report(run, profile.ProfilePlan((), 0, 0, 0, 0, None, "USD", Source(Path(), "")))
     assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.profile_report(report))
 
 

@@ -16,15 +16,15 @@ from make_runs import spec
 from tula_cli.cluster.launcher import launcher_for
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import OverBudget
-from tula_cli.models.cost import charge
+from tula_cli.models.cost import hourly_charge
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
-from tula_cli.services.progress.site_charge import charge_of
-from tula_cli.services.recommendation.beyond.account_balance import balance_for
-from tula_cli.services.recommendation.beyond.site_charges import billed
+from tula_cli.services.progress.site_charge import site_charge_of
+from tula_cli.services.recommendation.beyond.account_balance import check_balance_of_task
+from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.job import JobSpec
 
@@ -117,10 +117,10 @@ def predicted_and_told(
     """Return the billing of jobs as predicted and as sacct has it, and their ids."""
     predicted, ids = [], []
     for number, (slurm, nodes) in enumerate(forms):
-        found = billed(job(**slurm), folder)
+        found = with_site_billing(job(**slurm), folder)
         assert found.pricing.told is not None
         assert found.pricing.told.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
-        predicted.append(charge(found.pricing, nodes) / found.pricing.told.usage_factor)
+        predicted.append(hourly_charge(found.pricing, nodes) / found.pricing.told.usage_factor)
         ids.append(submitted(folder / str(number), found, nodes))
     until(lambda: all(told_billing(id_) is not None for id_ in ids), "all jobs have ended", seconds=60)
     return predicted, [told_billing(id_) for id_ in ids], ids
@@ -142,7 +142,7 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     """A training whose jobs these were is held against what sacct has billed them, its QOS counted twice."""
     found = job(partition="billed", qos="dear")
     run = measured(root, found)
-    prepared = follow(train.prepare(run, found, lambda _: inspected(), nodes=1, batch=32), lambda _: None)
+    prepared = follow(train.prepare_training(run, found, lambda _: inspected(), nodes=1, batch=32), lambda _: None)
     task = prepared.plan.task
     run.write_task(task)
     chain = {"scheduler": "slurm", "scheduler_id": ids[0], "links": tuple(ids), "submitted_at": time.time()}
@@ -152,7 +152,7 @@ def _held_against_the_accounting(root: Path, ids: list[str]) -> None:
     ).stdout.splitlines()
     told = [(int(row.partition("|")[0]), dict(e.split("=") for e in row.partition("|")[2].split(","))) for row in rows]
     hours = sum(seconds * float(tres.get("billing", 0)) for seconds, tres in told) / 3600
-    found_charge = charge_of(run, task.signature)
+    found_charge = site_charge_of(run, task.signature)
     assert found_charge is not None and not found_charge.open
     assert found_charge.billing_hours == pytest.approx(hours)
     assert found_charge.cost == pytest.approx(2 * hours)
@@ -171,15 +171,15 @@ def test_a_training_beyond_the_balance_is_told_and_refused(on_site: SlurmCluster
     found = job(partition="billed")
     run, told = measured(tmp_path, found), []
     for within in (False, True):
-        work = train.prepare(run, found, lambda _: inspected(), nodes=1, batch=32, within_balance=within)
+        work = train.prepare_training(run, found, lambda _: inspected(), nodes=1, batch=32, within_balance=within)
         prepared = follow(work, told.append)
     warned = [event.text for event in told if isinstance(event, WarningEvent)]
     beyond = r"account big has 1\.6\d of 1\.67 SU left, and it takes (43\.6|61\.1) SU"  # the largest, or the sum
     assert any(re.search(f"the balance cannot carry it: {beyond}", text) for text in warned), warned
     dependencies = Dependencies(launcher_for, lambda _: inspected(), lambda _: True)
     with pytest.raises(OverBudget, match=beyond):
-        follow(train.work(prepared, dependencies, WaitPolicy(False)), told.append)
+        follow(train.run_training(prepared, dependencies, WaitPolicy(False)), told.append)
     assert not on_site.run("login", "squeue", "--noheader").stdout
-    cheap = balance_for(prepared.plan.task, left=1e-6)
+    cheap = check_balance_of_task(prepared.plan.task, remaining_share=1e-6)
     assert cheap is not None and not cheap.lacking and not cheap.unknown
     assert "of which it takes" in cheap.words

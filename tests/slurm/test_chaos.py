@@ -172,7 +172,7 @@ HANGING = """
 import os, pathlib, time
 from emulated import Waiting
 from tula_cli.worker.train.watching import hang_watch
-hang_watch.LEAST = 3.0
+hang_watch.MIN_LIMIT = 3.0
 
 class Hanging(Waiting):
     seen = 0

@@ -88,4 +88,4 @@ def test_tula_cancel_ends_the_links_of_all_stages(tula: Tula) -> None:
     tula.until(lambda: not queue().strip())
     tula.until(lambda: [attempt.outcome for attempt in attempts(tula)] == ["cancelled"])
     (found,) = tula.run().jobs()
-    assert tula.run().cancelled(found.id)
+    assert tula.run().is_cancelled(found.id)

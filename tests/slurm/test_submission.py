@@ -66,7 +66,7 @@ def until(true: Callable[[], Any], seconds: float = 30) -> Any:
 def test_the_queue_tells_of_waits(run: RunDir, on_slurm: SlurmCluster) -> None:
     """What was submitted stands in accounting with its wait; --test-only tells a start, and submits nothing."""
     done = sbatch("--nodes=1", "--wrap=true", "--partition=main")
-    until(lambda: scheduler.ask([done]).get(done, scheduler.SchedulerState("pending")).state == "ended")
+    until(lambda: scheduler.ask_states([done]).get(done, scheduler.SchedulerState("pending")).state == "ended")
     queue, spec = SlurmQueue(), make.spec(cluster=cluster("main"))
 
     def waited() -> Any:
@@ -78,7 +78,7 @@ def test_the_queue_tells_of_waits(run: RunDir, on_slurm: SlurmCluster) -> None:
     assert told.wait is not None and told.wait < 60, told.words
     refused = queue.estimate(run, spec, nodes=400, minutes=5, now=time.time())
     assert refused.wait is None and refused.words
-    assert scheduler.live([f"tula-{run.id}-queue-test"]) == []
+    assert scheduler.live_jobs([f"tula-{run.id}-queue-test"]) == []
 
 
 def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: SlurmCluster) -> None:
@@ -93,7 +93,7 @@ def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: S
     bystander = sbatch("--partition=closed", "--wrap=true")
     launcher.cancel(run, job)
     until(lambda: launcher.states(run.read(), [job])[job.id].state == "ended")
-    assert scheduler.ask([bystander])[bystander].state == "pending"
+    assert scheduler.ask_states([bystander])[bystander].state == "pending"
 
 
 @pytest.mark.promise(
@@ -106,7 +106,7 @@ def test_a_folder_that_the_nodes_do_not_see_is_told(on_slurm: SlurmCluster) -> N
     launcher, job = SlurmLauncher(), submitted(hidden, "main")
     reason = until(lambda: (text := launcher.states(hidden.read(), [job])[job.id].reason) and "waits" in text and text)
     assert "No such file or directory" in reason and str(hidden.path) in reason
-    scheduler.cancel(job.ids)
+    scheduler.cancel_jobs(job.ids)
 
 
 def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
@@ -114,20 +114,22 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     killed = sbatch("--mem=100M", "--wrap=srun python3 -c 'bytearray(400 << 20)'")
     failed = sbatch("--wrap=exit 3")
     long = sbatch("--nodes=4", "--exclusive", "--job-name=tula-long", "--wrap=srun sleep 60")
-    states = until(lambda: (found := scheduler.ask([done, killed, failed, long]))[long].state == "running" and found)
+    states = until(
+        lambda: (found := scheduler.ask_states([done, killed, failed, long]))[long].state == "running" and found
+    )
     assert {states[done].state, states[killed].state, states[failed].state} == {"ended"}
     waiting = sbatch("--nodes=4", "--exclusive", "--wrap=true")
-    expected = until(lambda: scheduler.ask([waiting])[waiting].starts_at)
+    expected = until(lambda: scheduler.ask_states([waiting])[waiting].starts_at)
     assert expected == scheduler.ends_at(long, {})
     assert 200 < expected - time.time() < 400
-    assert scheduler.named("tula-long") == [long]
-    assert [scheduler.ended_how(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
+    assert scheduler.live_ids("tula-long") == [long]
+    assert [scheduler.end_outcome(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
     if on_slurm.settings.cgroups:
-        assert scheduler.ended_how(killed) == "host_oom"
-    scheduler.cancel([waiting, long])
-    until(lambda: scheduler.ended_how(long) == "cancelled")
-    assert scheduler.named("tula-long") == []
-    until(lambda: scheduler.ask(["999999", long])[long].reason.startswith("CANCELLED"))
+        assert scheduler.end_outcome(killed) == "host_oom"
+    scheduler.cancel_jobs([waiting, long])
+    until(lambda: scheduler.end_outcome(long) == "cancelled")
+    assert scheduler.live_ids("tula-long") == []
+    until(lambda: scheduler.ask_states(["999999", long])[long].reason.startswith("CANCELLED"))
 
 
 def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
@@ -135,9 +137,9 @@ def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
     waiting = [sbatch(f"--dependency=afterany:{long}", "--wrap=true") for _ in range(2)]
     told = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%N"], capture_output=True, text=True, check=True)
     first, second = sorted(set(told.stdout.split()))[:2]
-    until(lambda: scheduler.ask([long])[long].state == "running")
+    until(lambda: scheduler.ask_states([long])[long].state == "running")
     for nodes in (first, f"{first},{second}"):
-        assert scheduler.exclude(waiting, nodes) == ""
+        assert scheduler.exclude_nodes(waiting, nodes) == ""
         for job in waiting:
             command = ["scontrol", "--oneliner", "show", "job", job]
             shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -146,32 +148,32 @@ def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
                 ["scontrol", "show", "hostnames", excluded], capture_output=True, text=True, check=True
             )
             assert expanded.stdout.split() == nodes.split(",")
-    assert scheduler.exclude(["999999"], first) != ""
-    scheduler.cancel([*waiting, long])
+    assert scheduler.exclude_nodes(["999999"], first) != ""
+    scheduler.cancel_jobs([*waiting, long])
 
 
 def test_waiting_jobs_are_held_and_released(on_slurm: SlurmCluster) -> None:
     first = sbatch("--nodes=4", "--exclusive", "--wrap=sleep 60")
     second = sbatch(f"--dependency=afterany:{first}", "--wrap=true")
     third = sbatch(f"--dependency=afterany:{first}:{second}", "--wrap=true")
-    until(lambda: scheduler.ask([first])[first].state == "running")
-    assert scheduler.hold([second, third]) == ""
-    scheduler.cancel([first])
-    until(lambda: scheduler.ended_how(first) == "cancelled")
-    until(lambda: all(state.held for state in scheduler.ask([second, third]).values()))
-    assert scheduler.release([second, third]) == ""
-    until(lambda: scheduler.ask([third])[third].state == "ended")
-    assert scheduler.hold(["999999"]) != ""
+    until(lambda: scheduler.ask_states([first])[first].state == "running")
+    assert scheduler.hold_jobs([second, third]) == ""
+    scheduler.cancel_jobs([first])
+    until(lambda: scheduler.end_outcome(first) == "cancelled")
+    until(lambda: all(state.held for state in scheduler.ask_states([second, third]).values()))
+    assert scheduler.release_jobs([second, third]) == ""
+    until(lambda: scheduler.ask_states([third])[third].state == "ended")
+    assert scheduler.hold_jobs(["999999"]) != ""
 
 
 def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: SlurmCluster) -> None:
     job = sbatch("--requeue", "--wrap=srun sleep 60")
-    until(lambda: scheduler.ask([job])[job].state == "running")
+    until(lambda: scheduler.ask_states([job])[job].state == "running")
     time.sleep(1)  # accounting does not know the start before
     subprocess.run(["scontrol", "requeue", job], check=True)
-    until(lambda: scheduler.ask([job])[job].state == "pending")
-    assert scheduler.ended_how(job) is None
-    assert scheduler.ended_how(job, restart=0) == "preempted"
+    until(lambda: scheduler.ask_states([job])[job].state == "pending")
+    assert scheduler.end_outcome(job) is None
+    assert scheduler.end_outcome(job, restart=0) == "preempted"
 
 
 def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
@@ -179,8 +181,8 @@ def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_pref
         for name, value in bare.env.items():
             monkeypatch.setenv(name, value)
         done, long = sbatch("--wrap=true"), sbatch("--wrap=sleep 60")
-        until(lambda: scheduler.ask([done, long])[done].state == "ended")
-        assert scheduler.ended_how(done) is None
-        scheduler.cancel([long])
-        until(lambda: scheduler.ended_how(long) == "cancelled")
-        assert scheduler.ask(["999999"]) == {}
+        until(lambda: scheduler.ask_states([done, long])[done].state == "ended")
+        assert scheduler.end_outcome(done) is None
+        scheduler.cancel_jobs([long])
+        until(lambda: scheduler.end_outcome(long) == "cancelled")
+        assert scheduler.ask_states(["999999"]) == {}

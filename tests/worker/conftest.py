@@ -62,7 +62,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
         module.METHOD = method
         monkeypatch.setitem(sys.modules, f"{table.__package__}.planted", module)
         monkeypatch.setitem(METHODS, name, Facts("planted", **facts))
-        table.found.cache_clear()  # each test plants its own under the same name
+        table.load_method.cache_clear()  # each test plants its own under the same name
 
     yield planted
-    table.found.cache_clear()
+    table.load_method.cache_clear()

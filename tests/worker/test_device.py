@@ -18,7 +18,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 from tula_cli.worker import device, ranks
-from tula_cli.worker.__main__ import _work
+from tula_cli.worker.__main__ import run_task
 from tula_cli.worker.build import datasets
 from tula_cli.worker.device import Clock, gpu_count, pick_device
 from tula_cli.worker.ranks import Ranks
@@ -141,14 +141,14 @@ def test_a_gpu_computes_as_the_job_says(
     settings: None, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], expected: tuple[bool, ...]
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
-    device.configure(Train(epochs=1, **asked), GPU)
+    device.configure_device(Train(epochs=1, **asked), GPU)
     assert in_force() == expected
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if asked.get("deterministic") else None)
 
 
 def test_the_users_own_cublas_workspace_holds(settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    device.configure(Train(epochs=1, deterministic=True), GPU)
+    device.configure_device(Train(epochs=1, deterministic=True), GPU)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
@@ -156,17 +156,17 @@ def test_on_amd_algorithms_are_timed_only_where_that_is_asked_for(
     settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    device.configure(Train(epochs=1), GPU)
+    device.configure_device(Train(epochs=1), GPU)
     assert not torch.backends.cudnn.benchmark
-    device.configure(Train(epochs=1, cudnn_benchmark=True), GPU)
+    device.configure_device(Train(epochs=1, cudnn_benchmark=True), GPU)
     assert torch.backends.cudnn.benchmark
 
 
 def test_on_the_processor_only_determinism_changes_anything(settings: None) -> None:
     before = in_force()
-    device.configure(Train(epochs=1, tf32=False, cudnn_benchmark=True), CPU)
+    device.configure_device(Train(epochs=1, tf32=False, cudnn_benchmark=True), CPU)
     assert in_force() == before
-    device.configure(Train(epochs=1, deterministic=True), CPU)
+    device.configure_device(Train(epochs=1, deterministic=True), CPU)
     assert in_force() == (*before[:-1], True)
 
 
@@ -174,7 +174,7 @@ def test_on_the_processor_only_determinism_changes_anything(settings: None) -> N
 def test_tf32_is_set_without_a_warning_and_both_of_torchs_names_tell_the_same(
     settings: None, tf32: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
-    device.configure(Train(epochs=1, tf32=tf32), GPU)
+    device.configure_device(Train(epochs=1, tf32=tf32), GPU)
     assert not recwarn.list
     assert torch.backends.cuda.matmul.allow_tf32 is tf32, (
         "torch.compile reads it; it raises where only the newer is set"
@@ -194,13 +194,13 @@ def test_a_rank_is_configured_before_anything_of_the_users_is_built(
     def built(_: JobSpec) -> None:
         raise Built(torch.are_deterministic_algorithms_enabled())
 
-    monkeypatch.setattr(ranks, "joined", joined)
+    monkeypatch.setattr(ranks, "process_group", joined)
     monkeypatch.setattr(datasets, "build_datasets", built)
     job = spec(train={"deterministic": True})
     for task in (train_task(job), probe_task(job, 8)):
         torch.use_deterministic_algorithms(False)
         with pytest.raises(Built) as raised:
-            _work(task, run, 1)
+            run_task(task, run, 1)
         assert raised.value.args == (True,)
 
 
@@ -221,7 +221,7 @@ def test_the_peak_on_a_gpu_is_that_of_the_steps_after_the_warm_up(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 2 * peak)
     meter = device.MemoryMeter(GPU, base=100, base_reserved=200)
     assert meter.peak() == (800, 1600)
-    meter.settled()
+    meter.restart_after_warmup()
     assert meter.peak() == (200, 400)
     assert meter.allocator_retries() == 0
 
@@ -231,7 +231,7 @@ def test_what_was_held_while_a_model_was_built_on_the_cpu_is_no_peak_of_its_step
     meter.reset()
     _write(256 * 2**20)  # and given back at once
     before = meter.peak()[0]
-    meter.settled()
+    meter.restart_after_warmup()
     assert before - meter.peak()[0] > 192 * 2**20, "what was given back is no longer part of the peak"
     _write(64 * 2**20)
     assert 48 * 2**20 < meter.peak()[0] < 128 * 2**20, "what comes then is"
@@ -289,7 +289,7 @@ def computing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
 
 
 def test_a_batch_is_copied_while_the_one_before_it_is_trained(computing: Stream) -> None:
-    uploads, trained = device.Uploads(GPU), [0]
+    uploads, trained = device.UploadStream(GPU), [0]
 
     def move(pair: Any) -> Any:
         copying = torch.cuda.current_stream(GPU)
@@ -299,7 +299,7 @@ def test_a_batch_is_copied_while_the_one_before_it_is_trained(computing: Stream)
 
     for count in range(1, 6):
         computing.work()  # more of the step before: an optimizer's update
-        uploads.bring((count, count), move)
+        uploads.upload((count, count), move)
         copied, waited = uploads.stream.seen[uploads.stream], uploads.stream.waits_for(computing)
         assert computing.waits_for(uploads.stream) == copied == count, "nothing is computed on half a batch"
         if count > 2:
@@ -310,29 +310,29 @@ def test_a_batch_is_copied_while_the_one_before_it_is_trained(computing: Stream)
 
 
 def test_after_a_batch_is_let_go_the_next_copy_waits_for_all(computing: Stream) -> None:
-    uploads = device.Uploads(GPU)
+    uploads = device.UploadStream(GPU)
     for _ in range(3):
-        uploads.bring((1, 1), lambda pair: pair)
+        uploads.upload((1, 1), lambda pair: pair)
         computing.work()
-    uploads.forget()
+    uploads.release()
     assert uploads.held is None
     given = computing.work()
-    uploads.bring((2, 2), lambda pair: pair)
+    uploads.upload((2, 2), lambda pair: pair)
     assert uploads.stream.waits_for(computing) == given
 
 
 def test_on_the_processor_a_batch_is_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(device, "Uploads")
+    monkeypatch.delattr(device, "UploadStream")
     pair = torch.rand(2, 3, 4, 4), torch.zeros(2)
     brought = device.bring(pair, CPU, channels_last=False)
     assert all(one is other for one, other in zip(brought, pair, strict=True))
 
 
 def test_a_gpu_has_one_stream_for_all_its_loaders(computing: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    device._uploads.cache_clear()
-    monkeypatch.setattr(device, "_moved", lambda pair, **_: pair)
+    device._upload_stream.cache_clear()
+    monkeypatch.setattr(device, "_move_batch", lambda pair, **_: pair)
     device.bring((1, 1), GPU, channels_last=False)
-    first = device._uploads(GPU)
+    first = device._upload_stream(GPU)
     device.bring((2, 2), GPU, channels_last=True)
-    assert device._uploads(GPU) is first and first.held == (2, 2)
-    device._uploads.cache_clear()
+    assert device._upload_stream(GPU) is first and first.held == (2, 2)
+    device._upload_stream.cache_clear()

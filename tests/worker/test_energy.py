@@ -73,7 +73,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnergyMeter]:
 
     def made(nvml: ModuleType | None, *others: tuple[str, float | None], uuid: str = UUID) -> EnergyMeter:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
-        monkeypatch.setattr(energy, "gpu_id", lambda: uuid)
+        monkeypatch.setattr(energy, "gpu_uuid", lambda: uuid)
         monkeypatch.setattr(Clock, "wait", lambda clock: None)
         monkeypatch.setattr(Group, "others", others)
         return EnergyMeter(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
@@ -138,7 +138,7 @@ class Meters:
         return self
 
     @property
-    def counts(self) -> bool:
+    def has_counter(self) -> bool:
         return bool(self.readings)
 
     def joules(self) -> float | None:
@@ -151,13 +151,13 @@ def test_the_energy_of_a_training_is_that_of_all_its_attempts(
     monkeypatch.setattr(energy, "EnergyMeter", Meters([2.0, 5.0], [3.0, None]))
     first = TrainingEnergy(run, "ab12cd34", alone)
     assert run.training("ab12cd34").energy() is None
-    first.keep()
-    first.keep()
+    first.save()
+    first.save()
     before = run.training("ab12cd34").energy()
     assert before is not None and before.joules == 5 and before.seconds > 0
     second = TrainingEnergy(run, "ab12cd34", alone)
-    second.keep()
-    second.keep()  # the counter can be read no more: what was told before stays
+    second.save()
+    second.save()  # the counter can be read no more: what was told before stays
     found = run.training("ab12cd34").energy()
     assert found is not None and found.joules == 8 and found.seconds > before.seconds
 
@@ -167,7 +167,7 @@ def test_without_a_counter_a_training_writes_nothing_and_asks_nobody(
 ) -> None:
     monkeypatch.setattr(energy, "EnergyMeter", Meters([]))
     counted = TrainingEnergy(run, "ab12cd34", alone)
-    counted.keep()
+    counted.save()
     assert run.training("ab12cd34").energy() is None
 
 
@@ -188,4 +188,4 @@ def test_the_package_has_what_is_asked_of_it() -> None:
         assert callable(getattr(nvml, name))
     assert issubclass(nvml.NVMLError, Exception)
     if not torch.cuda.is_available():
-        assert energy._counter(UUID) is None
+        assert energy._energy_counter(UUID) is None

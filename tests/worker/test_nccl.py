@@ -26,16 +26,21 @@ gpu-3:12:12 [0] NCCL INFO AllReduce: 7 Bytes -> Algo 9 proto 9 time 60.1
 
 
 def test_what_it_chose_last_for_each_size_of_an_all_reduce() -> None:
-    assert nccl.read(NAMED) == {8: "tree, ll", 26214400: "ring, simple", 52428800: "tree, simple"}
+    assert nccl.parse_algorithms(NAMED) == {8: "tree, ll", 26214400: "ring, simple", 52428800: "tree, simple"}
 
 
 def test_numbers_stand_for_names_and_unknown_ones_for_themselves() -> None:
-    assert nccl.read(NUMBERED) == {7: "9, 9", 8: "tree, ll", 1026048: "ring, simple", 4194304: "nvls, ll128"}
+    assert nccl.parse_algorithms(NUMBERED) == {
+        7: "9, 9",
+        8: "tree, ll",
+        1026048: "ring, simple",
+        4194304: "nvls, ll128",
+    }
 
 
 def test_the_largest_are_kept() -> None:
     lines = (f"NCCL INFO AllReduce: {size} Bytes -> Algo RING proto LL" for size in range(100, 200))
-    assert list(nccl.read("\n".join(lines))) == list(range(200 - nccl.MOST, 200))
+    assert list(nccl.parse_algorithms("\n".join(lines))) == list(range(200 - nccl.MAX_SIZES, 200))
 
 
 @pytest.fixture
@@ -46,12 +51,14 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_it_writes_to_a_file_of_its_own_that_is_gone_afterwards(unasked: pytest.MonkeyPatch) -> None:
-    with nccl.listening(wanted=True):
+    with nccl.record_nccl_output(enabled=True):
         path = Path(os.environ["NCCL_DEBUG_FILE"])
-        assert nccl.chosen() == {}
+        assert nccl.chosen_algorithms() == {}
         path.write_text(NAMED)
-        assert nccl.chosen()[26214400] == "ring, simple"
-        assert not set(environment.recorded(os.environ)) & set(nccl.SETTINGS), "tula's own settings are not the user's"
+        assert nccl.chosen_algorithms()[26214400] == "ring, simple"
+        assert not set(environment.recorded_variables(os.environ)) & set(nccl.SETTINGS), (
+            "tula's own settings are not the user's"
+        )
     assert not path.exists() and not set(os.environ) & set(nccl.SETTINGS)
 
 
@@ -60,11 +67,11 @@ def test_a_user_who_asks_nccl_is_answered(unasked: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "own.log").write_text(NAMED)
     unasked.setenv(name, str(tmp_path / "own.log"))
     before = dict(os.environ)
-    with nccl.listening(wanted=True):
-        assert dict(os.environ) == before and nccl.chosen() == {}
-    assert environment.recorded(os.environ)[name] == before[name]
+    with nccl.record_nccl_output(enabled=True):
+        assert dict(os.environ) == before and nccl.chosen_algorithms() == {}
+    assert environment.recorded_variables(os.environ)[name] == before[name]
 
 
 def test_nothing_is_asked_where_it_is_not_wanted(unasked: pytest.MonkeyPatch) -> None:
-    with nccl.listening(wanted=False):
+    with nccl.record_nccl_output(enabled=False):
         assert not set(os.environ) & set(nccl.SETTINGS)

@@ -37,7 +37,7 @@ def test_a_run_that_had_to_leave_anywhere_goes_on_as_if_it_had_not(
     task = train_task(spec(train={"method": "ags"}, ags={"delta": "inf"}))
     data = build_datasets(task.spec)
     run_training(task, run, alone, data, attempt=4, preemption=LeavesAt(alone, calls))
-    assert run.stopped(task.id, 4) == "time_limit"
+    assert run.stop_reason(task.id, 4) == "time_limit"
     run_training(task, run, alone, data)
     weights, losses = straight
     assert same(final_weights(run, task), weights)
@@ -61,11 +61,11 @@ def test_sigterm_is_heard_between_steps(alone: Ranks) -> None:
     before = signal.getsignal(signal.SIGTERM)
     subject = PreemptionHandler(alone, environ={})
     try:
-        subject.listen()
+        subject.install()
         subject.check(reserve=0.0)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Preempted) as left:
-            for _ in range(preemption.MOST + 1):
+            for _ in range(preemption.MAX_STEPS_BETWEEN_CHECKS + 1):
                 subject.check(reserve=0.0)
         assert left.value.reason == "signal"
     finally:
@@ -86,7 +86,7 @@ def test_the_clock_says_when_saving_would_come_too_late(
 
 def test_quick_steps_are_not_slowed_by_a_question_each(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(Ranks, "maxima", lambda _, values: asked.append(values) or values)
+    monkeypatch.setattr(Ranks, "elementwise_max", lambda _, values: asked.append(values) or values)
     subject = PreemptionHandler(alone, environ={})
     for _ in range(200):
         time.sleep(0.001)

@@ -16,7 +16,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 from tula_cli.worker import nccl, ranks
-from tula_cli.worker.ranks import fewest_cores, joined
+from tula_cli.worker.ranks import min_cores, process_group
 
 pytestmark = pytest.mark.torch
 
@@ -36,7 +36,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def algorithm(collective: str, handover: Path) -> str | None:
     """Return NCCL_ALGO as a rank has it that has joined."""
     cluster = Cluster.model_validate({**spec().cluster.model_dump(), "collective": collective})
-    with joined(cluster, handover=handover):
+    with process_group(cluster, handover=handover):
         return os.environ.get("NCCL_ALGO")
 
 
@@ -54,12 +54,12 @@ def test_rank_0_tells_the_supervisor_its_device(
         one_rank.setenv("MASTER_ADDR", "127.0.0.1")
         one_rank.setenv("MASTER_PORT", str(free_port()))
     handover = run.handover_path("train-s-1", 1)
-    with joined(spec().cluster, handover=handover):
+    with process_group(spec().cluster, handover=handover):
         assert handover.read_text().split()[2:] == ["cpu"]
     attempt = Attempt(task="train-s-1", number=1, started_at=1.0)
-    assert not run.saw_gpus(attempt)
-    ranks._tell(handover, "node1", 4711, torch.device("cuda", 0))
-    assert run.saw_gpus(attempt)
+    assert not run.has_seen_gpus(attempt)
+    ranks._publish_address(handover, "node1", 4711, torch.device("cuda", 0))
+    assert run.has_seen_gpus(attempt)
 
 
 def test_an_algorithm_that_the_user_has_set_is_left_alone(one_rank: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -83,14 +83,14 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
     for name in nccl.SETTINGS:
         one_rank.delenv(name, raising=False)
     one_rank.setattr(ranks, "pick_device", lambda *place, **world: torch.device("cuda", 0))
-    one_rank.setattr(ranks, "_meet", lambda *place, **ranks: dist.HashStore())
+    one_rank.setattr(ranks, "_rendezvous", lambda *place, **ranks: dist.HashStore())
     one_rank.setattr(torch.accelerator, "set_device_index", lambda device: None)
     one_rank.setattr(dist, "init_process_group", start)
-    with pytest.raises(Started) as started, joined(spec().cluster, handover=tmp_path / "handover", listen=True):
+    with pytest.raises(Started) as started, process_group(spec().cluster, handover=tmp_path / "handover", listen=True):
         pass
     (asked,) = started.value.args
     assert (asked["backend"], asked["device_id"]) == ("nccl", torch.device("cuda", 0))
-    assert asked["timeout"] > ranks.RENDEZVOUS
+    assert asked["timeout"] > ranks.RENDEZVOUS_TIMEOUT
     assert asked["asks"] == ("TUNING" if rank == "0" else None), "rank 0 is told what NCCL chooses"
     assert "NCCL_DEBUG_SUBSYS" not in os.environ
 
@@ -116,7 +116,7 @@ ALL, HALF = list(range(8)), list(range(4))
     ],
 )
 def test_shared_cores_are_divided_and_the_poorest_rank_counts(told: list[Any], expected: float) -> None:
-    assert fewest_cores(told) == expected
+    assert min_cores(told) == expected
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 2), (2, 2), (3.5, 2), (4, 3), (9, 8), (64, 8)])

@@ -39,7 +39,7 @@ def test_every_rank_starts_from_the_file_that_rank_0_reads(two_ranks: Path) -> N
 
 
 def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
-    expected = evaluation.Evaluator(trainer(spec(**MEASURED), alone)).run()
+    expected = evaluation.Evaluator(trainer(spec(**MEASURED), alone)).evaluate()
     for found in facts(two_ranks, "evaluated"):
         own = found.pop("own")
         others = {name: value for name, value in vars(expected).items() if name != "own"}
@@ -49,7 +49,7 @@ def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
 
 def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alone: Ranks) -> None:
     found = facts(two_ranks, "curved")
-    expected = vars(hessian.measure(trainer(spec(**NETWORK), alone), samples=25)) | {"seconds": 0.0}
+    expected = vars(hessian.measure_curvature(trainer(spec(**NETWORK), alone), samples=25)) | {"seconds": 0.0}
     assert found[0] == found[1] == pytest.approx(expected, rel=1e-3)
 
 

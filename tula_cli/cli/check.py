@@ -56,11 +56,11 @@ def init(
     refuse(command is not None and script is not None, "--from-command", "and --from-sbatch exclude each other")
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
-    from tula_cli.run.files import FOR_ALL, write_atomic
+    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
     from tula_cli.services.new_job.for_editors import with_schema
-    from tula_cli.services.new_job.from_command import from_command
-    from tula_cli.services.new_job.from_sbatch import from_sbatch
-    from tula_cli.services.new_job.from_template import from_template
+    from tula_cli.services.new_job.from_command import job_from_command
+    from tula_cli.services.new_job.from_sbatch import job_from_sbatch
+    from tula_cli.services.new_job.from_template import job_from_template
     from tula_cli.spec.job import describe_training_method
     from tula_cli.spec.load import validate
     from tula_cli.spec.methods import describe_method
@@ -71,10 +71,10 @@ def init(
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
     if script is not None:
         kind = "slurm"
-    offered = site.ask() if kind == "slurm" else None
-    gpus = devices.count()
+    offered = site.ask_site() if kind == "slurm" else None
+    gpus = devices.gpu_count()
     if command is None and script is None:
-        text = from_template(kind, offered, gpus=gpus)
+        text = job_from_template(kind, offered, gpus=gpus)
         told: list[str] = [f"wrote {output}; next: tula check {output}"]
         found: dict[str, object] = {}
         line = describe_training_method(validate(parse_yaml(text, source=str(output)), source=str(output)))
@@ -83,8 +83,8 @@ def init(
 
         def make(answers: dict[str, str]) -> "FromCommand":
             if script is not None:
-                return from_sbatch(source, str(script), offered, answers=answers)
-            return from_command(command or "", kind, offered, gpus=gpus, answers=answers)
+                return job_from_sbatch(source, str(script), offered, answers=answers)
+            return job_from_command(command or "", kind, offered, gpus=gpus, answers=answers)
 
         made = _asking(screen, make)
         text = made.text
@@ -92,7 +92,7 @@ def init(
         default, reason = default_train(made.recognised.script["command"])
         line = describe_method(default["method"], None, reason)
         warn_all(screen, made.warnings)
-    write_atomic(output, with_schema(text, output), mode=FOR_ALL)
+    write_atomic(output, with_schema(text, output), mode=MODE_FOR_ALL)
     if kind == "slurm":
         screen.note(show_check.offered(offered))
     screen.note(line)
@@ -112,7 +112,7 @@ def _read_script(path: Path) -> str:
 
 def _asking(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
     """Return the job, after asking on a terminal for what the command does not tell; without one that is an error."""
-    from tula_cli.services.new_job.from_command import LENGTH
+    from tula_cli.services.new_job.from_command import LENGTH_QUESTION
     from tula_cli.spec.scripts.launchers import Unknown
 
     asks = sys.stdin.isatty() and not screen.as_json
@@ -125,20 +125,22 @@ def _asking(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> 
                 raise
             answers[unknown.key] = answer
             continue
-        if made.complete or not asks or LENGTH in answers or "length" in made.recognised.script:
+        if made.complete or not asks or LENGTH_QUESTION in answers or "length" in made.recognised.script:
             return made
-        answers[LENGTH] = screen.ask("", "how many epochs does it train? (Enter: write it into the file later)") or ""
+        answers[LENGTH_QUESTION] = (
+            screen.ask("", "how many epochs does it train? (Enter: write it into the file later)") or ""
+        )
 
 
 def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
     refuse(given is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one")
     from tula_cli.assets import find_asset
-    from tula_cli.run.files import FOR_ALL, write_atomic
+    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 
     path = Path("tula_hooks.py")
     if path.exists() and not force:
         raise SpecError(f"{path} is there already", "--force replaces it")
-    write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=FOR_ALL)
+    write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=MODE_FOR_ALL)
     screen.answer({"path": path}, show_check.hooks(path))
 
 
@@ -237,14 +239,14 @@ def _check_job(
     offline: bool,
     fresh: bool,
 ) -> None:
-    from tula_cli.run.code import run_of
+    from tula_cli.run.code import run_of_job
     from tula_cli.services import check as services_check
 
     spec = load(job, overrides)
     origins = _origins(job, spec, overrides) if show_origin else {}
     refuse(fresh and offline, "--fresh", "means nothing to --offline")
     inspect = inspector(screen, root, fresh=fresh)
-    run = None if offline else run_of(root, spec)
+    run = None if offline else run_of_job(root, spec)
     checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect, run=run)
     screen.answer(*show_check.check_all(checked.reports, origins))
     for report in checked.reports.values():
@@ -278,12 +280,14 @@ def _check_on_cluster(
     timeout: float | None,
 ) -> None:
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import origin
+    from tula_cli.run.jobfile import settings_origin
     from tula_cli.services import nodes as service
 
     run, spec = open_run(screen, job, None, root, overrides)
-    file = origin(run, job, overrides or ())
-    work = service.work(run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file)
+    file = settings_origin(run, job, overrides or ())
+    work = service.run_node_check(
+        run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file
+    )
     found = done(screen, work)
     screen.answer(found, show_check.cluster_check(found))
     warn_all(screen, found.warnings)
@@ -301,12 +305,14 @@ def _rehearse(
     fresh: bool,
 ) -> None:
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import origin
+    from tula_cli.run.jobfile import settings_origin
     from tula_cli.services.rehearsal import rehearse as service
 
     run, spec = open_run(screen, job, None, root, overrides)
-    file = origin(run, job, overrides or ())
-    work = service.work(run, spec, launcher.launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=file)
+    file = settings_origin(run, job, overrides or ())
+    work = service.run_resume_test(
+        run, spec, launcher.launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=file
+    )
     found = done(screen, work)
     if found.contradiction:
         screen.warn(found.contradiction)
@@ -342,13 +348,13 @@ def _check_memory(
     fresh: bool,
 ) -> None:
     """Show the memory of one GPU by batch size; where the job has been probed, that corrects it."""
-    from tula_cli.run.code import run_of
+    from tula_cli.run.code import run_of_job
     from tula_cli.services import estimate as service
 
     spec = load(job, overrides)
     size = _size(capacity)
     inspect = inspector(screen, root, fresh=fresh)
-    run = run_of(root, spec)
+    run = run_of_job(root, spec)
     reports = service.estimate_all(run, spec, capacity=size, node_type=node_type, inspector=inspect)
     screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.estimate))
 

@@ -43,7 +43,7 @@ def clean(
     from tula_cli.services.upkeep import clean as service
 
     long = None if older is None else age(older, "--older")
-    found = service.spaces(_runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long)
+    found = service.measure_runs(_runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long)
     if named and (left := next((one for one in found if one.kept), None)):
         told = f"{left.id}: {left.kept}; nothing was freed"
         raise Pending(told, "tula cancel ends its jobs; or leave it out") if left.lives else BadMeasurements(told)
@@ -57,7 +57,7 @@ def clean(
     screen.aside(show_clean.spaces(found, width=screen.width))
     if not _confirmed(screen, yes=yes):
         return screen.answer(show_clean.data(found, None), ["nothing was freed"])
-    done = service.clean(found)
+    done = service.free_space(found)
     for problem in done.problems:
         screen.warn(f"not all was freed of {problem}")
     return screen.answer(show_clean.data(found, done), show_clean.cleaned(done))

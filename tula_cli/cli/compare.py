@@ -65,14 +65,14 @@ def compare(
     command again attaches to what is under way, trains what is missing, and stops; without --methods, --batch ...
     those of the last time.
     """
-    from tula_cli.run.jobfile import origin
+    from tula_cli.run.jobfile import settings_origin
     from tula_cli.services.comparison import rows, session
     from tula_cli.services.waiting import WaitPolicy
 
     _check_page(html)
     run, spec = open_run(screen, job, named, root, overrides)
     request = session.GridRequest(
-        rows.split(methods or "") or None, _numbers("--batch", batch) or None, seeds, nodes, controls
+        rows.split_rows(methods or "") or None, _numbers("--batch", batch) or None, seeds, nodes, controls
     )
     if only_show:
         return _show(screen, run, spec, request, node_type=node_type, html=html)
@@ -84,7 +84,9 @@ def compare(
     if dry_run:
         return _dry_run(screen, prepared, own)
     wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
-    found = done(screen, session.work(prepared, own, wait_policy, file=origin(run, job, overrides or ())))
+    found = done(
+        screen, session.run_comparison(prepared, own, wait_policy, file=settings_origin(run, job, overrides or ()))
+    )
     _answer(screen, prepared.part, prepared.plan.comparison, found, html=html)
     return found.require_none_failed()
 
@@ -98,10 +100,10 @@ def _show(
 
     if request != session.GridRequest():
         raise SpecError("--show shows the whole comparison", "leave --methods, --batch and the like out, or --show")
-    part, comparison = session.known(run, spec, node_type=node_type)
+    part, comparison = session.load_comparison(run, spec, node_type=node_type)
     say_type(screen, part)
     looks = launcher.launcher_for(part.spec, submits=False)
-    _answer(screen, part, comparison, session.outcome(part, comparison, looks), html=html)
+    _answer(screen, part, comparison, session.comparison_result(part, comparison, looks), html=html)
 
 
 def _dry_run(screen: Screen, prepared: "PreparedComparison", own: "Dependencies") -> None:
@@ -147,9 +149,9 @@ def _answer(
     screen.answer(report, show_compare.compared(report, width=screen.width, color=screen.colored))
     warn_all(screen, report.warnings)
     if html is not None:
-        from tula_cli.run.files import FOR_ALL, write_atomic
-        from tula_cli.services.reporting.comparison_document import of_comparison
+        from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+        from tula_cli.services.reporting.comparison_document import document_of_comparison
         from tula_cli.show.html.document_page import page
 
-        write_atomic(html, page(of_comparison(part, comparison, report, at=time.time())), mode=FOR_ALL)
+        write_atomic(html, page(document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL)
         screen.note(f"wrote {words.near(html)}")

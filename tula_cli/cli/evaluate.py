@@ -49,7 +49,7 @@ def evaluate(
 
     run, spec = open_run(screen, job, named, root, overrides)
     request = service.EvaluationRequest(weights, training, nodes, fresh)
-    prepared = service.prepare(run, spec, request, node_type=node_type)
+    prepared = service.prepare_evaluation(run, spec, request, node_type=node_type)
     own = dependencies(inspector(screen, run.path.parent), asks(screen, spec, yes=yes))
     part, task = prepared.part, prepared.task
     if dry_run:
@@ -58,7 +58,7 @@ def evaluate(
             {"task": task, "found": prepared.found, "scripts": [script]},
             [*show_train.evaluation_plan(task), "", script],
         )
-    found = done(screen, service.work(prepared, own, WaitPolicy(wait, timeout, cancel_on_interrupt)))
+    found = done(screen, service.run_evaluation(prepared, own, WaitPolicy(wait, timeout, cancel_on_interrupt)))
     if isinstance(found, DetachedJobs):
         return detached(screen, part.run, found, {"task": task})
     return screen.answer(found, show_train.evaluated(found))

@@ -48,7 +48,7 @@ def profile(
 
     The same command again attaches to what is under way, does what is missing, and stops.
     """
-    from tula_cli.run.jobfile import origin
+    from tula_cli.run.jobfile import settings_origin
     from tula_cli.run.storage.owner import require_own
     from tula_cli.services.profiling import rounds
     from tula_cli.services.waiting import WaitPolicy
@@ -59,11 +59,15 @@ def profile(
     own = dependencies(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if progress:
-        return _progress(screen, run, spec, own, wait_policy, dry_run=dry_run, file=origin(run, job, overrides or ()))
+        return _progress(
+            screen, run, spec, own, wait_policy, dry_run=dry_run, file=settings_origin(run, job, overrides or ())
+        )
     if dry_run:
         would = done(screen, rounds.dry_run(run, spec, own))
         return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))
-    found = done(screen, rounds.work(run, spec, own, wait_policy, file=origin(run, job, overrides or ())))
+    found = done(
+        screen, rounds.run_profile(run, spec, own, wait_policy, file=settings_origin(run, job, overrides or ()))
+    )
     if isinstance(found, rounds.SubmittedProbes):
         return detached(screen, run, found, {"plan": tables.data_by_type(found.plans)})
     screen.status = "partial" if found.partial else screen.status

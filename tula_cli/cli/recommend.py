@@ -83,14 +83,14 @@ def recommend(
     runs, supposed = tuple(with_run or ()), tuple(what_if or ())
     criteria = Criteria(objective, limits, curve, node_type, from_training, runs, supposed)
     looks = functools.partial(launcher.launcher_for, submits=False)
-    answer = service.ask(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
+    answer = service.answer_query(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
     found = answer.recommendation
     saved = (save or _renews(screen, run, found)) and _saved(
         screen, run, spec, answer, overrides or (), job, asked=save, every=every
     )
-    judged = service.validated(answer) if validate else {}
+    judged = service.cross_validate(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
-    explained = service.explanation(answer) if explain else {}
+    explained = service.explain_fits(answer) if explain else {}
     line = describe_training_method(spec)
     asked = {**({"validation": judged} if validate else {}), **({"explanation": explained} if explain else {})}
     data = {**dict(found), **rows, "saved": saved, "method_line": line, **asked}
@@ -104,8 +104,8 @@ def _shown(screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept:
     """Yield the answer for people; `kept`: whether it was written."""
     whole = every and len(answer.offers) <= show_recommend.MOST
     yield from show_recommend.recommendation(
-        answer.every() if whole else answer.recommendation,
-        drawn=answer.drawn(),
+        answer.with_all_rows() if whole else answer.recommendation,
+        drawn=answer.with_drawn_rows(),
         width=screen.width,
         color=screen.colored,
         pareto=pareto,
@@ -129,7 +129,7 @@ def _saved(
     from tula_cli.services import recommend as services_recommend
 
     try:
-        services_recommend.save(run, spec, answer, overrides=overrides, job=job, every=every)
+        services_recommend.save_answer(run, spec, answer, overrides=overrides, job=job, every=every)
     except (CannotWrite, NotYours) as error:
         if asked:
             raise
@@ -146,7 +146,7 @@ def _renews(screen: Screen, run: "RunDir", found: "Recommendation") -> bool:
     from tula_cli.services import recommend as services_recommend
 
     known = run.recommendation()
-    if not services_recommend.renews(found, known):
+    if not services_recommend.should_replace(found, known):
         screen.note(show_recommend.only_shown(found, known))
         return False
     return True

@@ -61,7 +61,7 @@ def _named_run(named: Path, root: Path) -> "RunDir":
         raise SpecError(f"{words.plural(len(ids), 'run')} of the name {named}: {', '.join(ids)}", "name one of them")
     raise SpecError(
         f"no such run directory: {named.absolute()}, nor {words.near(root / named.name)}",
-        nearest(named.name, files.names(root)) or "tula list shows the runs there are",
+        nearest(named.name, files.list_names(root)) or "tula list shows the runs there are",
     )
 
 
@@ -70,15 +70,15 @@ def _ids_of_name(named: Path, root: Path) -> list[str]:
     from tula_cli.run import files
 
     form = re.compile(rf"{re.escape(str(named))}-[0-9a-f]{{8}}")
-    return sorted(filter(form.fullmatch, files.names(root)))
+    return sorted(filter(form.fullmatch, files.list_names(root)))
 
 
 def _run_of_job(job: Path, root: Path) -> "RunDir":
     """Return the run of a job file as it is now; else the newest run that was made from the file."""
-    from tula_cli.run.code import run_of
+    from tula_cli.run.code import run_of_job
     from tula_cli.run.directory import RunDir
 
-    run = run_of(root, load(job, None))
+    run = run_of_job(root, load(job, None))
     if run.exists:
         return run
     for other in RunDir.all(root):
@@ -106,7 +106,9 @@ def job_or_run(job: Path | None, named: Path | None, root: Path) -> tuple[Path |
     if os.path.exists(job):  # noqa: PTH110
         is_run = os.path.isfile(job / "spec.yaml")  # noqa: PTH113
         return (None, job) if is_run else (job, None)
-    is_like = job.suffix not in (".yaml", ".yml") and (_ids_of_name(job, root) or nearest(job.name, files.names(root)))
+    is_like = job.suffix not in (".yaml", ".yml") and (
+        _ids_of_name(job, root) or nearest(job.name, files.list_names(root))
+    )
     return (None, job) if is_like or os.path.isdir(root / job) else (job, None)  # noqa: PTH112
 
 
@@ -120,22 +122,22 @@ def open_run(
     screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
 ) -> tuple["RunDir", "JobSpec"]:
     """Return run and spec: those of a job.yaml (whose run may not be there yet), else those of a run."""
-    from tula_cli.run.code import behind, others, run_of
-    from tula_cli.run.jobfile import config_drift, overridden
+    from tula_cli.run.code import describe_user_code, run_of_job, runs_with_other_code
+    from tula_cli.run.jobfile import config_drift, load_with_overrides
 
     job, named = job_or_run(job, named, root)
     if job is None:
         run = find_run(screen, named, root)
         screen.overrides = (*screen.overrides, *(overrides or ()))
-        spec = overridden(run, overrides or ())
+        spec = load_with_overrides(run, overrides or ())
         if (found := config_drift(run, spec, overrides or ())) is not None:
             screen.warn(check.config_drift(found, screen.command))
         return run, spec
     spec = load(job, overrides)
-    run = run_of(root, spec)
+    run = run_of_job(root, spec)
     screen.overrides = tuple(overrides or ())
-    if not run.exists and (before := others(run, spec)):
-        screen.note(f"{behind(spec)} has changed since run {before[0].id}: a new run directory, {run.id}")
+    if not run.exists and (before := runs_with_other_code(run, spec)):
+        screen.note(f"{describe_user_code(spec)} has changed since run {before[0].id}: a new run directory, {run.id}")
     screen.run_id = run.id
     return run, spec
 

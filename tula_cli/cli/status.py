@@ -19,15 +19,17 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
 
     from tula_cli.cluster import launcher
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.jobfile import begun
+    from tula_cli.run.jobfile import parts_with_data
     from tula_cli.services import status as services_status
-    from tula_cli.services.progress.site_charge import charge_of
+    from tula_cli.services.progress.site_charge import site_charge_of
 
     run = find_run(screen, target or named, root)
     spec = run.spec()
     found = {
-        part.name: services_status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
-        for part in begun(run, spec)
+        part.name: services_status.run_status(
+            part.run, launcher.launcher_for(part.spec, submits=False), now=time.time()
+        )
+        for part in parts_with_data(run, spec)
     }
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"
     look = run.read(skip_damaged=True)
@@ -35,7 +37,7 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     charges = {
         name: charge
         for name, now in found.items()
-        if now.training is not None and (charge := charge_of(RunDir(now.path), now.training.signature)) is not None
+        if now.training is not None and (charge := site_charge_of(RunDir(now.path), now.training.signature)) is not None
     }
     data = tables.data_by_type(found, recommendation=chosen)
     if charges:  # a job without types has one
@@ -61,7 +63,7 @@ def list_(
 
     if root != RUNS and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
-    if told := owner.left_out(root.absolute() / name for name in files.names(root.absolute())):
+    if told := owner.left_out(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(told)
     if accuracy:
         from tula_cli.services.progress import ledger as services_ledger  # with numpy
@@ -98,26 +100,28 @@ def logs(
     import time
 
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import begun
+    from tula_cli.run.jobfile import parts_with_data
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
     whole = find_run(screen, target or named, root)
-    run = services_logs.newest_part(begun(whole, whole.spec(), node_type), job) or whole
+    run = services_logs.part_written_last(parts_with_data(whole, whole.spec(), node_type), job) or whole
 
     def active() -> bool:
-        return services_status.snapshot(run, launcher.launcher_for(run.spec(), submits=False), now=time.time()).active(
-            job and [job]
-        )
+        return services_status.run_status(
+            run, launcher.launcher_for(run.spec(), submits=False), now=time.time()
+        ).active(job and [job])
 
-    pause = services_status.poll(run.spec().cluster.kind)[0] if follow else 0.0
+    pause = services_status.poll_interval(run.spec().cluster.kind)[0] if follow else 0.0
     moment = None if since is None else since_when(since, now=time.time())
-    wanted = services_logs.Wanted(job=job, rank=rank, since=moment, every=every, last=last)
+    wanted = services_logs.LogQuery(job=job, rank=rank, since=moment, every=every, last=last)
     place = None
-    for line in services_logs.logs(run, wanted, follow=follow, active=services_logs.seldom(active, pause=pause)):
+    for line in services_logs.read_logs(
+        run, wanted, follow=follow, active=services_logs.rate_limited(active, pause=pause)
+    ):
         if line.place != place:
             place = line.place
-            screen.note(f"==> {services_logs.heading(run, line)}")
+            screen.note(f"==> {services_logs.describe_place(run, line)}")
         screen.line(line.text, line)
     if place is None and last != 0:
         asked = (moment, rank) != (None, None)
@@ -136,12 +140,12 @@ def cancel(
 ) -> None:
     """End a run's jobs; what was measured or saved stays."""
     from tula_cli.cluster import launcher
-    from tula_cli.run.jobfile import begun
+    from tula_cli.run.jobfile import parts_with_data
     from tula_cli.services import status as services_status
 
     run = find_run(screen, target or named, root)
-    parts = begun(run, run.spec())
+    parts = parts_with_data(run, run.spec())
     for part in parts:
         warn_all(screen, part.run.read().job_warnings)
-    ended = services_status.cancel(parts, lambda part: launcher.launcher_for(part.spec, submits=False))
+    ended = services_status.cancel_jobs(parts, lambda part: launcher.launcher_for(part.spec, submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])

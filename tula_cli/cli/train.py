@@ -51,7 +51,7 @@ def train(
 
     The same command again attaches to what is under way, or goes on from the newest checkpoint.
     """
-    from tula_cli.run.jobfile import origin
+    from tula_cli.run.jobfile import settings_origin
     from tula_cli.services import train as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
@@ -60,24 +60,26 @@ def train(
         inspector(screen, run.path.parent, keep=not dry_run),
         unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
     )
-    asked = service.prepare(
+    asked = service.prepare_training(
         run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse, within_balance=within_balance
     )  # fmt: skip
     training = done(screen, asked)
     if dry_run:
         return _dry_run(screen, training, own)
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
-    found = done(screen, service.work(training, own, wait_policy, file=origin(run, job, overrides or ())))
+    found = done(
+        screen, service.run_training(training, own, wait_policy, file=settings_origin(run, job, overrides or ()))
+    )
     if isinstance(found, DetachedJobs):
         return detached(screen, training.part.run, found, {"plan": training.plan})
     return _trained(screen, training, found)
 
 
 def _trained(screen: Screen, training: "PreparedTraining", found: "Summary") -> None:
-    from tula_cli.services.progress.site_charge import charge_of
+    from tula_cli.services.progress.site_charge import site_charge_of
 
     run = training.part.run
-    weights, charge = run.training(found.signature).weights(), charge_of(run, found.signature)
+    weights, charge = run.training(found.signature).weights(), site_charge_of(run, found.signature)
     data = {**dict(found), "weights": weights, "site_charge": charge}
     return screen.answer(data, show_train.summary(found, weights=weights, charge=charge))
 

@@ -16,7 +16,7 @@ from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.cluster.kept_inspection import KeptInspection
+    from tula_cli.cluster.kept_inspection import CachedInspection
     from tula_cli.run.directory import RunDir
     from tula_cli.services.events import Event, NodeCheckProgress, Note, Planned, WarningEvent, Work
     from tula_cli.services.waiting import Dependencies, DetachedJobs
@@ -80,7 +80,7 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
             screen.aside(show_compare.compare_plan(compared))
 
 
-def dependencies(inspect: "KeptInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":
+def dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":
     """Return what a command that submits works with."""
     from tula_cli.cluster import launcher
     from tula_cli.services.waiting import Dependencies
@@ -88,12 +88,12 @@ def dependencies(inspect: "KeptInspection", confirm: "Callable[[Planned], bool]"
     return Dependencies(launcher.launcher_for, inspect, confirm)
 
 
-def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "KeptInspection":
+def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":
     """Return what inspects jobs, and remembers under `root` what it found."""
     from tula_cli.cluster import inspection
-    from tula_cli.cluster.kept_inspection import KeptInspection
+    from tula_cli.cluster.kept_inspection import CachedInspection
 
-    return KeptInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
+    return CachedInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
 
 
 def asks(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":

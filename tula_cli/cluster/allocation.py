@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
-from tula_cli.cluster.scheduling.protocol import ENDS, WARNS, Scheduler
+from tula_cli.cluster.scheduling.protocol import END_SIGNALS, WARNING_SIGNALS, Scheduler
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
 POLL = 0.2  # seconds
-POLL_MOST = 2.0
+MAX_POLL = 2.0
 """Seconds between two looks at a script's ranks, at most."""
 ACCOUNTING_LAG = 1.0
 """Seconds that the scheduler gets to know why it has ended an allocation."""
@@ -29,16 +29,16 @@ class TerminationSignal:
 
     def listen(self) -> None:
         """Take the signals from submitit, which would end this process over the one that warns of the time limit."""
-        for number in ENDS:
+        for number in END_SIGNALS:
             signal.signal(number, self._receive)
-        for number in WARNS:
-            signal.signal(number, _ignore)
+        for number in WARNING_SIGNALS:
+            signal.signal(number, _ignore_signal)
 
     def _receive(self, *_: object) -> None:
         self.received = True
 
 
-def _ignore(*_: object) -> None:
+def _ignore_signal(*_: object) -> None:
     """The clock says the same as the signal that warns of a time limit, and SIGCONT comes before each SIGTERM."""
 
 
@@ -77,58 +77,58 @@ class Allocation:
         Raises:
             SchedulerError: a scheduler of the user's own does not know the process.
         """
-        asked = scheduler or SlurmScheduler()
-        place = asked.place(environ)
-        if place is None:
-            if not isinstance(asked, LocalScheduler | SlurmScheduler):
-                raise SchedulerError(f"{asked.name} does not know this process as one of its jobs' (place)")
+        scheduler_ = scheduler or SlurmScheduler()
+        job_place = scheduler_.place(environ)
+        if job_place is None:
+            if not isinstance(scheduler_, LocalScheduler | SlurmScheduler):
+                raise SchedulerError(f"{scheduler_.name} does not know this process as one of its jobs' (place)")
             return cls(0, 1, environ=environ, scheduler=LocalScheduler())
         return cls(
-            index=place.index,
-            count=place.count,
-            local_index=place.local_index,
-            job_id=place.job_id,
-            restarts=place.restarts,
-            hosts=place.hosts,
-            nodes=place.nodes or None,
+            index=job_place.index,
+            count=job_place.count,
+            local_index=job_place.local_index,
+            job_id=job_place.job_id,
+            restarts=job_place.restarts,
+            hosts=job_place.hosts,
+            nodes=job_place.nodes or None,
             environ=environ,
-            cpus=place.cpus,
-            node=place.node,
-            neighbours=place.neighbours,
-            scheduler=asked,
+            cpus=job_place.cpus,
+            node=job_place.node,
+            neighbours=job_place.neighbours,
+            scheduler=scheduler_,
         )
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the job runs on this machine, without a scheduler."""
         return not self.job_id
 
     @property
-    def leader(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this supervisor decides what the others, its followers, do."""
         return self.index == 0
 
     @property
-    def alone(self) -> bool:
+    def is_alone_on_node(self) -> bool:
         """Whether no other supervisor is on its node, as far as the scheduler tells."""
         return self.nodes is None or self.count <= self.nodes
 
     @property
     def id(self) -> str:
-        return "" if self.local else f"{self.job_id}.{self.restarts}"
+        return "" if self.is_local else f"{self.job_id}.{self.restarts}"
 
-    def holds(self, nodes: int) -> bool:
+    def has_nodes(self, nodes: int) -> bool:
         """Return whether it has so many nodes; this machine has as many as are asked for."""
         return self.nodes is None or nodes <= self.nodes
 
     @property
-    def pace(self) -> float:
+    def poll_interval(self) -> float:
         """Seconds between two looks at what a script's ranks tell, where many supervisors share the file system."""
-        return min(POLL_MOST, max(POLL, self.count / 50))
+        return min(MAX_POLL, max(POLL, self.count / 50))
 
-    def time_limit(self) -> dict[str, str]:
+    def time_limit_variable(self) -> dict[str, str]:
         """Return the variable that tells the ranks when to save and leave: some time before the allocation ends."""
-        return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.leave_at(self.ends_at):.1f}"}
+        return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.leave_time(self.ends_at):.1f}"}
 
     def termination_reason(self, allocation_id: str = "") -> ExitReason:
         """Tell how the scheduler ended an allocation, given as `id`; this one where none is given."""
@@ -144,7 +144,7 @@ class Allocation:
             return ExitReason(how, TERMINATED_MESSAGES[how].format(job_id, by))
         return ExitReason("signal", f"job {job_id} was ended from outside, or its supervisor was killed")
 
-    def leave_at(self, ends_at: float) -> float:
+    def leave_time(self, ends_at: float) -> float:
         """Return when an allocation that began now would have to be left, before its end (Unix times)."""
         share, least, most = TIME_LIMIT_MARGIN
         return ends_at - min(most, max(least, share * (ends_at - time.time())))

@@ -11,24 +11,24 @@ from pathlib import Path
 from tula_cli.cluster import exit_reason
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
 from tula_cli.cluster.exit_reason import ExitReason, RankExit
-from tula_cli.cluster.forkserver import Start
+from tula_cli.cluster.forkserver import RankCommand
 from tula_cli.cluster.group import RankGroup, RankSpawner
-from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus, ranks_of, runs_script
-from tula_cli.cluster.relaunch import finished
-from tula_cli.cluster.scripts.printed_metrics import no_step
+from tula_cli.cluster.rank_start import RankStart, first_rank, ranks_of, runs_script, visible_gpus
+from tula_cli.cluster.relaunch import is_finished
+from tula_cli.cluster.scripts.printed_metrics import describe_missing_step
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
 from tula_cli.cluster.scripts.watch import ScriptWatch
-from tula_cli.cluster.stopping.last_words import told_by_supervisors
-from tula_cli.cluster.watching.lookout import Lookout
-from tula_cli.cluster.watching.node_log import cap_log, log_of
+from tula_cli.cluster.stopping.last_words import reason_by_supervisors
+from tula_cli.cluster.watching.lookout import ChangeWatcher
+from tula_cli.cluster.watching.node_log import cap_log, log_path
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
-from tula_cli.host.leftovers import MARK, GpuMemory, reap
+from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import names_cause
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import is_gone
+from tula_cli.run.files import is_run_gone
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.upkeep.submitted_with import upgraded
@@ -41,7 +41,7 @@ END_GRACE = 10.0
 """Seconds between asking child processes to end and killing them."""
 LOG_PAUSE = 1.0
 """Seconds between two looks at the size of the ranks' log."""
-SIGN_OF_LIFE = 60.0
+LIFE_SIGN_SECONDS = 60.0
 """Seconds between two signs of life of a job on one machine."""
 TERMINATION_GRACE = 25.0
 """The same when the scheduler ends the allocation: it kills everything itself after its KillWait, 30 s by default."""
@@ -67,7 +67,7 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
     return attempt
 
 
-def closed(attempt: Attempt, reason: ExitReason) -> Attempt:
+def close_record(attempt: Attempt, reason: ExitReason) -> Attempt:
     """Return an attempt as it ended just now."""
     update = {
         "ended_at": time.time(),
@@ -83,10 +83,10 @@ def closed(attempt: Attempt, reason: ExitReason) -> Attempt:
 
 def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
     """Write down how an attempt ended."""
-    run.write_attempt(closed(attempt, reason))
+    run.write_attempt(close_record(attempt, reason))
 
 
-def deadline(task: Task) -> float:
+def job_deadline(task: Task) -> float:
     """Return when a job that starts now has to end, however often its ranks are started: its cost is bounded."""
     match task:
         case TrainTask() | EvaluateTask():
@@ -97,7 +97,7 @@ def deadline(task: Task) -> float:
             return time.monotonic() + 60 * CheckTask.MINUTES
 
 
-def _overdue(task: Task) -> str:
+def _describe_overdue(task: Task) -> str:
     if isinstance(task, CheckTask):
         return f"stopped after {CheckTask.MINUTES:g} minutes"
     return f"stopped after search.max_minutes: {task.spec.search.max_minutes:g}"
@@ -115,88 +115,92 @@ class RunningAttempt:
     attempt: Attempt
     command: LeaderCommand
     deadline: float  # of the monotonic clock
-    lookout: Lookout
+    lookout: ChangeWatcher
     _life_shown: float = 0.0  # by the monotonic clock
     _log_capped: float = 0.0
 
-    def until_exit(self) -> ExitReason:
+    def run_to_exit(self) -> ExitReason:
         """Start the ranks of this supervisor, wait for their end and tell it."""
         log = self._log
-        kills = exit_reason.oom_kills()
+        kills = exit_reason.count_oom_kills()
         try:
-            starts = self._start.starts(None if self.spawner.output.shared else log)
+            starts = self._start.rank_commands(None if self.spawner.output.shared else log)
         except JobFailed as error:  # of a script: no such network interface here
-            return self._not_started(f"{error.message}; {error.hint}")
-        with self.spawner.output.into(self.run, log) as output:
-            told = filter(None, [upgraded(self.run.job(self.task.job), __version__)])
-            output.write("".join(f"tula: {line}\n" for line in (*told, *self._clear(starts))).encode())
+            return self._not_started_reason(f"{error.message}; {error.hint}")
+        with self.spawner.output.write_into(self.run, log) as output:
+            messages = filter(None, [upgraded(self.run.job(self.task.job), __version__)])
+            output.write(
+                "".join(f"tula: {line}\n" for line in (*messages, *self._clean_up_earlier_attempts(starts))).encode()
+            )
             output.flush()
             try:
-                group = self.spawner.spawn(starts, output, give_up=self._not_to_start)
+                group = self.spawner.spawn(starts, output, give_up=self._should_not_start)
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
-                words = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
-                return self._not_started(words)
+                output_text = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
+                return self._not_started_reason(output_text)
             if self._script is not None:
-                self._script.begin()
-            stopped = self._watch(group)
+                self._script.log_start()
+            stopped = self._watch_ranks(group)
             if self._script is not None and (moved := self._script.put_aside()):
                 output.write(f"tula: {moved}\n".encode())
         if stopped:
             return stopped
-        child, code = group.failed() or (0, 0)
-        words = self.spawner.output.words(log)
-        return self._judge(RankExit(code, exit_reason.oom_kills() > kills, words, self._first_rank + child))
+        child, code = group.first_failure() or (0, 0)
+        output_text = self.spawner.output.end_of_output(log)
+        return self._judge_exit(
+            RankExit(code, exit_reason.count_oom_kills() > kills, output_text, self._first_rank + child)
+        )
 
     @cached_property
     def _log(self) -> Path:
-        return log_of(self.run, self.allocation, self.task.id, self.attempt.number)
+        return log_path(self.run, self.allocation, self.task.id, self.attempt.number)
 
     @property
     def _start(self) -> RankStart | ScriptStart:
         kind = ScriptStart if runs_script(self.task) else RankStart
         return kind(self.run, self.allocation, self.task, self.command)
 
-    def _not_started(self, words: str) -> ExitReason:
-        own = ExitReason("user", words, host=node_name())
-        self._report(RankExit(127, False, words, self._first_rank), own)
-        return own
+    def _not_started_reason(self, message: str) -> ExitReason:
+        reason = ExitReason("user", message, host=node_name())
+        self._report(RankExit(127, False, message, self._first_rank), reason)
+        return reason
 
     @cached_property
     def _script(self) -> ScriptWatch | None:
         """What watches a script; None where the worker runs, which writes down by itself what happens."""
         if not runs_script(self.task):
             return None
-        first = self._first_rank
-        ranks = range(first, self.command.ranks if self.allocation.local else first + ranks_of(self.task))
-        task, leads = self.task, self.allocation.leader
+        first_rank = self._first_rank
+        ranks = range(first_rank, self.command.ranks if self.allocation.is_local else first_rank + ranks_of(self.task))
+        task, leads = self.task, self.allocation.is_leader
         training = ScriptTraining(self.run, task) if leads and isinstance(task, TrainTask) else None
         return ScriptWatch(self.run, task, self.command, ranks, training)
 
-    def _clear(self, starts: Sequence[Start]) -> Iterator[str]:
+    def _clean_up_earlier_attempts(self, starts: Sequence[RankCommand]) -> Iterator[str]:
         """End what earlier attempts have left on this node, and let their GPU memory come back; yields what to tell."""
-        own = self.allocation.environ.get(MARK)
-        if own is None:
+        own_mark = self.allocation.environ.get(MARK_VARIABLE)
+        if own_mark is None:
             return
-        if killed := reap(own, spare=self.spawner.spared()):
+        if killed := kill_leftovers(own_mark, spare=self.spawner.surviving_processes()):
             yield f"killed what an earlier attempt has left: processes {', '.join(map(str, killed))}"
         if self.task.spec.cluster.device != "cpu" and has_gpu():
-            held = self.memory.wait_until_back(own_gpus(starts), own, give_up=self._not_to_start)
-            if held:
-                yield f"GPU memory of an earlier attempt is not free again: {held}"
+            memory_holders = self.memory.wait_until_back(visible_gpus(starts), own_mark, give_up=self._should_not_start)
+            if memory_holders:
+                yield f"GPU memory of an earlier attempt is not free again: {memory_holders}"
 
     def reason_by_scheduler(self, reason: ExitReason) -> ExitReason:
         """Return the attempt's exit reason in the scheduler's words, where it has ended the allocation."""
-        if self.allocation.termination.received and not finished(self.run, self.task):
-            if self.run.cancelled(self.task.job):
+        if self.allocation.termination.received and not is_finished(self.run, self.task):
+            if self.run.is_cancelled(self.task.job):
                 return ExitReason("cancelled", "cancelled by the user")
             reason = self.allocation.termination_reason()
             if reason.outcome == "cancelled":
                 self.run.cancel(self.task.job, by=self.allocation.scheduler.cancel_command)
             # Where a follower has failed, the scheduler ends the leader too.
-            told = told_by_supervisors(self.run, self.attempt) if reason.outcome == "signal" else None
-            return told or reason
+            reported = reason_by_supervisors(self.run, self.attempt) if reason.outcome == "signal" else None
+            return reported or reason
         # A rank may lose its peers on the way out: they have left and saved all the same.
-        stopped = self.run.stopped(self.task.id, self.attempt.number)
+        stopped = self.run.stop_reason(self.task.id, self.attempt.number)
         if reason.outcome in ("unknown", "peer", "signal") and stopped == "time_limit":
             return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
         if reason.outcome in ("unknown", "peer", "signal") and stopped == "stage_end":
@@ -207,49 +211,49 @@ class RunningAttempt:
     def _first_rank(self) -> int:
         return first_rank(self.allocation, self.task)
 
-    def _watch(self, group: RankGroup) -> ExitReason | None:
+    def _watch_ranks(self, group: RankGroup) -> ExitReason | None:
         """Wait for the ranks; end them when the user cancels or their time is over. None: they ended by themselves.
 
         Raises:
             RunGone: the run directory was moved or removed, so that nothing of them would be found.
         """
         failed_at: float | None = None
-        self.lookout.again()
-        while group.running():
-            look = self.lookout.due()
-            if look and is_gone(self.run.path):
+        self.lookout.force_check()
+        while group.is_running():
+            is_due = self.lookout.is_due()
+            if is_due and is_run_gone(self.run.path):
                 group.kill()
                 raise RunGone(self.run.path)
-            self._show_life()
+            self._touch_log()
             self._cap_log()
-            if unwanted := self._unwanted(look):
+            if unwanted := self._stop_reason(is_due):
                 group.end(END_GRACE)
                 return unwanted
             if self.allocation.termination.received:
-                self._end(group, until=time.monotonic() + TERMINATION_GRACE)
+                self._end_ranks(group, deadline=time.monotonic() + TERMINATION_GRACE)
                 return None
-            if (left := self._leaves(look)) is not None:
-                self._end(group, until=time.monotonic() + left)
+            if (remaining := self._seconds_to_leave(is_due)) is not None:
+                self._end_ranks(group, deadline=time.monotonic() + remaining)
                 return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
-            failed = group.failed() is not None
+            failed = group.first_failure() is not None
             if self._script is not None:
-                self._script.follow()
-                if stuck := self._script.stuck():
+                self._script.record_progress()
+                if stuck := self._script.stuck_reason():
                     group.kill()
                     return stuck
-            if failed_at is None and (failed or (look and self.run.any_failure(self.task.id, self.attempt.number))):
+            if failed_at is None and (failed or (is_due and self.run.has_failure(self.task.id, self.attempt.number))):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
-                return self._give_up(group)
-            if look and self._superseded():
+                return self._end_waiting_ranks(group)
+            if is_due and self._is_superseded():
                 group.kill()  # this node was given up for lost, and lives: two would write one run
                 return ExitReason("node_failure", "another allocation has taken over")
-            self.lookout.pause(POLL if self._script is None else self.allocation.pace)
+            self.lookout.pause(POLL if self._script is None else self.allocation.poll_interval)
         return None
 
-    def _show_life(self) -> None:
+    def _touch_log(self) -> None:
         """Touch the log of a job on this machine each minute: another machine that sees the run has no scheduler to ask."""
-        if self.allocation.local and time.monotonic() >= self._life_shown + SIGN_OF_LIFE:
+        if self.allocation.is_local and time.monotonic() >= self._life_shown + LIFE_SIGN_SECONDS:
             self._life_shown = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self.run.log_path(self.task.id, self.attempt.number))
@@ -266,75 +270,75 @@ class RunningAttempt:
     @cached_property
     def _leave_at(self) -> float | None:
         """When the time limit is near, as seen at the start (Unix time); None without one, and for followers."""
-        return None if self.allocation.ends_at is None else self.allocation.leave_at(self.allocation.ends_at)
+        return None if self.allocation.ends_at is None else self.allocation.leave_time(self.allocation.ends_at)
 
-    def _leaves(self, look: bool) -> float | None:
+    def _seconds_to_leave(self, is_due: bool) -> float | None:
         """Return the seconds that a script has to save before the time limit, once it is to; the worker sees to it itself.
 
         Followers hear of it from the leader, and so where there is news.
         """
-        if self._script is None or not self._script.saves:
+        if self._script is None or not self._script.can_save:
             return None
         if self._leave_at is not None and time.time() >= self._leave_at:
             self._script.attempt.announce_end(self.allocation.ends_at or 0.0)
-            look = True
-        told = self._script.attempt.ends_at() if look else None
-        return None if told is None else max(0.0, told - END_GRACE - time.time())
+            is_due = True
+        ends_at = self._script.attempt.ends_at() if is_due else None
+        return None if ends_at is None else max(0.0, ends_at - END_GRACE - time.time())
 
-    def _end(self, group: RankGroup, *, until: float) -> None:
+    def _end_ranks(self, group: RankGroup, *, deadline: float) -> None:
         """Ask the ranks to save and leave, and kill what is left then (by the monotonic clock); a script is asked its way."""
-        if self._script is not None and self._script.saves:
-            asked = time.time()
+        if self._script is not None and self._script.can_save:
+            asked_at = time.time()
             self._script.ask_to_save()
-            while group.running() and time.monotonic() < until and not self._script.saved(since=asked):
+            while group.is_running() and time.monotonic() < deadline and not self._script.has_saved(since=asked_at):
                 time.sleep(POLL)
-                self._script.follow()
-            until = max(until, time.monotonic() + 1.0)
-        group.end(until - time.monotonic())
+                self._script.record_progress()
+            deadline = max(deadline, time.monotonic() + 1.0)
+        group.end(deadline - time.monotonic())
 
-    def _superseded(self) -> bool:
+    def _is_superseded(self) -> bool:
         task = self.task
-        return isinstance(task, TrainTask) and not self.allocation.local and self.run.superseded(task)
+        return isinstance(task, TrainTask) and not self.allocation.is_local and self.run.is_superseded(task)
 
-    def _give_up(self, group: RankGroup) -> ExitReason | None:
+    def _end_waiting_ranks(self, group: RankGroup) -> ExitReason | None:
         """End ranks that sit in a reduction with one that is gone. None: that was one of them."""
-        own = group.failed() is not None
+        is_own_failure = group.first_failure() is not None
         group.kill()
         # Not its own end, so not its own report.
-        if own:
+        if is_own_failure:
             return None
         peer = ExitReason("peer")
-        return self._root_cause(peer) if self.allocation.leader else peer  # the leader alone asks who was first
+        return self._root_cause(peer) if self.allocation.is_leader else peer  # the leader alone asks who was first
 
-    def _not_to_start(self) -> bool:
-        return self.allocation.termination.received or self._unwanted(self.lookout.due()) is not None
+    def _should_not_start(self) -> bool:
+        return self.allocation.termination.received or self._stop_reason(self.lookout.is_due()) is not None
 
-    def _unwanted(self, look: bool) -> ExitReason | None:
+    def _stop_reason(self, is_due: bool) -> ExitReason | None:
         """Tell why the ranks are to run no longer: cancelled (which takes a look), or overdue."""
-        if look and self.run.cancelled(self.task.job):
+        if is_due and self.run.is_cancelled(self.task.job):
             return ExitReason("cancelled", "cancelled by the user")
         if time.monotonic() <= self.deadline:
             return None
-        unseen = self._script is not None and not self._script.stepped
-        why = f", and {no_step(self.run.log_path(self.task.id, self.attempt.number))}" if unseen else ""
-        return ExitReason("cancelled", _overdue(self.task) + why)
+        unseen = self._script is not None and not self._script.has_stepped
+        why = f", and {describe_missing_step(self.run.log_path(self.task.id, self.attempt.number))}" if unseen else ""
+        return ExitReason("cancelled", _describe_overdue(self.task) + why)
 
-    def _judge(self, exited: RankExit) -> ExitReason:
+    def _judge_exit(self, exited: RankExit) -> ExitReason:
         if self._script is not None:
-            self._script.last()
+            self._script.record_end()
             if exited.exit_code == 0:
                 return ExitReason(None)  # the leader looks at what its ranks have written
         if exited.exit_code == 0:
-            done = finished(self.run, self.task)
-            return ExitReason(None) if done else ExitReason("unknown", "the ranks ended without a result")
-        own = exit_reason.own_reason(self.run, self.task, self.attempt, exited)
-        if self.allocation.local or self.allocation.termination.received:
-            return own
-        self._report(exited, own)
-        if not self.allocation.leader:
-            return own
+            is_done = is_finished(self.run, self.task)
+            return ExitReason(None) if is_done else ExitReason("unknown", "the ranks ended without a result")
+        reason = exit_reason.reason_of_own_ranks(self.run, self.task, self.attempt, exited)
+        if self.allocation.is_local or self.allocation.termination.received:
+            return reason
+        self._report(exited, reason)
+        if not self.allocation.is_leader:
+            return reason
         self._await_reports()
-        return self._root_cause(own)
+        return self._root_cause(reason)
 
     def _await_reports(self) -> None:
         """Wait until each supervisor has written why its ranks ended: the first cause may be another's. At most a grace.
@@ -342,17 +346,17 @@ class RunningAttempt:
         A rank that lost its peer writes so at once. Under torchrun the supervisor beside it reports only when torchrun has
         ended, so reports of lost peers alone do not name the cause yet.
         """
-        until, own_ranks = time.monotonic() + PEER_GRACE, ranks_of(self.task)
+        deadline, own_ranks = time.monotonic() + PEER_GRACE, ranks_of(self.task)
         supervisors = set(range(0, self.command.ranks, own_ranks))
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             failed = self.run.failed_ranks(self.task.id, self.attempt.number)
             reported = supervisors <= {rank - rank % own_ranks for rank in failed}
             if reported and names_cause(self.run.failures(self.task.id, self.attempt.number)):
                 return
-            time.sleep(min(POLL, max(0.0, until - time.monotonic())))
+            time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
 
-    def _report(self, exited: RankExit, own: ExitReason) -> None:
-        exit_reason.report(self.run, self.task, self.attempt, exited, own)
+    def _report(self, exited: RankExit, reason: ExitReason) -> None:
+        exit_reason.report_exit(self.run, self.task, self.attempt, exited, reason)
 
-    def _root_cause(self, own: ExitReason) -> ExitReason:
-        return exit_reason.root_cause(self.run, self.task, self.attempt, own)
+    def _root_cause(self, reason: ExitReason) -> ExitReason:
+        return exit_reason.root_cause(self.run, self.task, self.attempt, reason)

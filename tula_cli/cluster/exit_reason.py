@@ -9,9 +9,9 @@ from pathlib import Path
 from tula_cli.errors import DiskFull
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.launchers import killed_by
+from tula_cli.host.launchers import kill_signal
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import PEER, classify, root, telling_line, users_line
+from tula_cli.host.outcome import PEER, classify, find_root_failure, find_telling_line, find_user_exception
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Shortage
@@ -42,23 +42,23 @@ class ExitReason:
     reached: int | None = None  # samples trained by then; None before a first step
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What happened, and where if it is about that node or its devices."""
         on_node = self.outcome is not None and FAILURE_KINDS[self.outcome].names_host and self.host
         return f"{self.message} on {self.host}" if on_node else self.message
 
     @classmethod
-    def of(cls, failure: Failure) -> "ExitReason":
+    def from_failure(cls, failure: Failure) -> "ExitReason":
         """Return the reason that a rank's failure tells; of a lost peer what is known, which is little."""
         lost = failure.outcome == "peer" and PEER.pattern.search(failure.message)
-        words = f"rank {failure.rank} lost its connection to another rank, which has not said why" if lost else ""
-        return cls(failure.outcome, words or failure.message, failure.rank, failure.host, failure.shortage)
+        message = f"rank {failure.rank} lost its connection to another rank, which has not said why" if lost else ""
+        return cls(failure.outcome, message or failure.message, failure.rank, failure.host, failure.shortage)
 
     @classmethod
-    def full(cls, found: Shortage, *, rank: int | None = None, host: str = "") -> "ExitReason":
+    def disk_full(cls, shortage: Shortage, *, rank: int | None = None, host: str = "") -> "ExitReason":
         """Return the reason that a full disk is, with the folder and what is missing there."""
-        what = "disk quota exceeded" if found.quota else "no space left on device"
-        return cls("disk", f"{what}: {shortage_words(found)}", rank, host, found)
+        problem = "disk quota exceeded" if shortage.quota else "no space left on device"
+        return cls("disk", f"{problem}: {shortage_words(shortage)}", rank, host, shortage)
 
 
 @dataclass(frozen=True)
@@ -71,50 +71,52 @@ class RankExit:
     rank: int  # that this is about; under torchrun the first of those it has started
 
 
-def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> ExitReason:
+def reason_of_own_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> ExitReason:
     """Tell how the ranks of this supervisor ended when they did not end well."""
-    device = computed_on(run, task)
-    failure = root(run.failures(task.id, attempt.number))
+    device = compute_device(run, task)
+    failure = find_root_failure(run.failures(task.id, attempt.number))
     # The kernel's count is evidence, and outweighs what others saw: of a rank, or of a process that a rank of this node has lost.
     lost_process = failure is not None and failure.outcome == "signal" and failure.host == node_name()
     shot = exited.oom_kill and (exited.exit_code < 0 or lost_process)
     if failure is not None and failure.outcome != "peer" and not shot:
-        return told_in_full(run, task, ExitReason.of(failure), failure.detail)
-    words = exited.words
-    summary = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
-    outcome = classify(words, exit_code=exited.exit_code, device=device)
-    if outcome in ("peer", "unknown") and killed_by(summary):
+        return add_disk_shortage(run, task, ExitReason.from_failure(failure), failure.detail)
+    output_text = exited.words
+    summary = output_text.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
+    outcome = classify(output_text, exit_code=exited.exit_code, device=device)
+    if outcome in ("peer", "unknown") and kill_signal(summary):
         outcome = "signal"
     elif outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
         # SIGABRT is no kill: torch ends its own process by it over a lost peer.
-        told = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
-        outcome = classify(told, exit_code=exited.exit_code, device=device)
+        message_ = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
+        outcome = classify(message_, exit_code=exited.exit_code, device=device)
     host = node_name()
-    if outcome == "disk" or (outcome in ("unknown", "peer") and _full(run, task, exited)):
-        return told_in_full(run, task, ExitReason("disk", rank=exited.rank, host=host), words)
+    if outcome == "disk" or (outcome in ("unknown", "peer") and _is_disk_full(run, task, exited)):
+        return add_disk_shortage(run, task, ExitReason("disk", rank=exited.rank, host=host), output_text)
     if exited.oom_kill and outcome in ("signal", "unknown", "peer"):
         message = "the kernel killed a process for memory"
         return ExitReason("device_oom" if device == "cpu" else "host_oom", message, exited.rank, host)
-    line = telling_line(words)
+    line = find_telling_line(output_text)
     if line and outcome == classify(line, device=device):
-        return told_in_full(run, task, ExitReason(outcome, line, exited.rank, host), words)
-    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(exited, summary):
+        return add_disk_shortage(run, task, ExitReason(outcome, line, exited.rank, host), output_text)
+    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _has_crashed(exited, summary):
         # Native code that does not check an allocation crashes under the limit instead of raising.
-        return ExitReason("device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(summary)}", host=host)
+        return ExitReason(
+            "device_oom", f"crashed under cluster.memory_per_gpu: {_most_telling_line(summary)}", host=host
+        )
     if failure is not None and outcome in ("unknown", "peer"):
-        return ExitReason.of(failure.model_copy(update={"outcome": "peer"}))
-    killed = _killed(exited.exit_code)
-    told = killed or (users_line(words) if outcome == "user" else "") or _last_line(summary)
-    return ExitReason(outcome, told, exited.rank if killed else None, host)
+        return ExitReason.from_failure(failure.model_copy(update={"outcome": "peer"}))
+    killed = _kill_signal(exited.exit_code)
+    message_ = killed or (find_user_exception(output_text) if outcome == "user" else "") or _most_telling_line(summary)
+    return ExitReason(outcome, message_, exited.rank if killed else None, host)
 
 
-def _full(run: RunDir, task: Task, exited: RankExit) -> bool:
+def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
     """Return whether ranks that could not write down why they ended did so for that very reason."""
-    own = task.spec.script is None and exited.exit_code == DiskFull.exit_code
-    return own or bool(refuses(run.path))
+    exited_by_worker = task.spec.script is None and exited.exit_code == DiskFull.exit_code
+    return exited_by_worker or bool(refuses(run.path))
 
 
-def told_in_full(run: RunDir, task: Task, reason: ExitReason, text: str) -> ExitReason:
+def add_disk_shortage(run: RunDir, task: Task, reason: ExitReason, text: str) -> ExitReason:
     """Return a reason with what a full disk had, where it is one; a thread that a limit of memory refused is out of memory.
 
     Args:
@@ -127,38 +129,40 @@ def told_in_full(run: RunDir, task: Task, reason: ExitReason, text: str) -> Exit
         reason.outcome == "host_limit"
         and _THREAD in text
         and task.spec.cluster.memory_per_gpu
-        and computed_on(run, task) == "cpu"
+        and compute_device(run, task) == "cpu"
     ):
         return replace(reason, outcome="device_oom", message=f"{reason.message} (under cluster.memory_per_gpu)")
     if reason.outcome != "disk":
         return reason
-    found = reason.shortage or shortage_told(f"{reason.message}\n{text}", (run.path, Path(task.workdir)))
-    return ExitReason.full(found, rank=reason.rank, host=reason.host)
+    shortage = reason.shortage or shortage_told(f"{reason.message}\n{text}", (run.path, Path(task.workdir)))
+    return ExitReason.disk_full(shortage, rank=reason.rank, host=reason.host)
 
 
-def computed_on(run: RunDir, task: Task) -> str:
+def compute_device(run: RunDir, task: Task) -> str:
     """Return what the ranks computed on: as asked for, else as probes saw it, else by what this node has."""
-    asked = task.spec.cluster.device
-    if asked != "auto":
-        return asked
-    seen = {result.environment.device for result in run.results() if isinstance(result, Measured)}
-    if seen:
-        return "cpu" if seen == {"cpu"} else "cuda"
+    requested = task.spec.cluster.device
+    if requested != "auto":
+        return requested
+    devices_seen = {result.environment.device for result in run.results() if isinstance(result, Measured)}
+    if devices_seen:
+        return "cpu" if devices_seen == {"cpu"} else "cuda"
     return "cuda" if has_gpu() else "cpu"
 
 
-def _crashed(exited: RankExit, summary: str) -> bool:
+def _has_crashed(exited: RankExit, summary: str) -> bool:
     return bool(_CRASH.search(summary)) or exited.exit_code in (-signal.SIGSEGV, -signal.SIGABRT)
 
 
-def _killed(exit_code: int) -> str:
+def _kill_signal(exit_code: int) -> str:
     return f"its process was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else ""
 
 
-def report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, own: ExitReason) -> None:
+def report_exit(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, reason: ExitReason) -> None:
     """Write down how this supervisor's ranks ended, if none of them has: the leader reads it."""
     written = {failure.rank: failure.outcome for failure in run.failures(task.id, attempt.number)}
-    by_kernel = exited.oom_kill and own.outcome in ("host_oom", "device_oom") and written.get(exited.rank) == "signal"
+    by_kernel = (
+        exited.oom_kill and reason.outcome in ("host_oom", "device_oom") and written.get(exited.rank) == "signal"
+    )
     if exited.rank in written and not by_kernel:
         return
     run.write_failure(
@@ -169,53 +173,53 @@ def report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, own: Exi
             host=node_name(),
             pid=attempt.pid,
             # What another rank has told is not told once more in this one's name, by another clock.
-            outcome=own.outcome or "unknown" if own.rank in (None, exited.rank) else "peer",
-            message=own.message,
+            outcome=reason.outcome or "unknown" if reason.rank in (None, exited.rank) else "peer",
+            message=reason.message,
             detail=exited.words,
-            shortage=own.shortage,
+            shortage=reason.shortage,
             failed_at=time.time(),
         )
     )
 
 
-def root_cause(run: RunDir, task: Task, attempt: Attempt, own: ExitReason) -> ExitReason:
+def root_cause(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
     """Tell the attempt's end from what the ranks of all supervisors wrote."""
-    failure = root(run.failures(task.id, attempt.number))
-    return told_in_full(run, task, ExitReason.of(failure), failure.detail) if failure else own
+    failure = find_root_failure(run.failures(task.id, attempt.number))
+    return add_disk_shortage(run, task, ExitReason.from_failure(failure), failure.detail) if failure else reason
 
 
-def _last_line(words: str) -> str:
+def _most_telling_line(output_text: str) -> str:
     """Return what tells most: torchrun's exit code, a signal that a launcher names, else the last line with words of its own."""
-    lines = [line.strip() for line in words.splitlines() if line.strip(" =-~^")]
-    if told := [line for line in lines if line.startswith(("exitcode", "rank"))]:
-        return ", ".join(" ".join(line.split()) for line in told)
-    if name := killed_by(words):
+    lines = [line.strip() for line in output_text.splitlines() if line.strip(" =-~^")]
+    if exit_lines := [line for line in lines if line.startswith(("exitcode", "rank"))]:
+        return ", ".join(" ".join(line.split()) for line in exit_lines)
+    if name := kill_signal(output_text):
         return f"a rank was killed by {name}, as its launcher says"
     telling = [line for line in lines if not _NOISE.search(line)]
     return (telling or lines or ["no output"])[-1]
 
 
-def oom_kills() -> int:
+def count_oom_kills() -> int:
     """Return how many processes the kernel has killed for memory: in this process's cgroup, else on the machine.
 
     The machine's count also rises with what other users' processes do.
     """
-    for counter in _counters(Path("/proc/self/cgroup").read_text(encoding="ascii")):
+    for counter in _oom_counters(Path("/proc/self/cgroup").read_text(encoding="ascii")):
         if (count := _oom_kills_in(counter)) is not None:
             return count
     return _oom_kills_in(Path("/proc/vmstat")) or 0
 
 
-def _counters(cgroups: str) -> list[Path]:
+def _oom_counters(cgroups: str) -> list[Path]:
     """Return where version 1 and 2 of cgroups would keep the count, by the lines of /proc/self/cgroup."""
-    found = []
+    counters = []
     for line in cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            found.append(CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
+            counters.append(CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
         elif not controllers and path != "/":
-            found.append(CGROUPS / path.lstrip("/") / "memory.events")
-    return found
+            counters.append(CGROUPS / path.lstrip("/") / "memory.events")
+    return counters
 
 
 def _oom_kills_in(counter: Path) -> int | None:

@@ -15,20 +15,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from tula_cli.host.processes import adopting, become_child
+from tula_cli.host.processes import adopt_orphans, become_child
 
 POLL = 0.2  # seconds
 PROGRAM = "import sys; del sys.path[0]; from tula_cli.worker.preloaded import main; main()"
 """Without the folder it is started in: what lies there is the user's, and is for the ranks to import."""
-ROOM = 4096
+MAX_MESSAGE = 4096
 """Bytes of its command line that a rank writes its own over, for ps and pgrep."""
-OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TULA_LEAVE_AT")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TULA_LEAVE_AT")
 """Environment variables that differ between ranks or attempts; a library may have read any other at its import."""
 WORKER = ("-u", "-m", "tula_cli.worker")
 
 
 @dataclass(frozen=True)
-class Start:
+class RankCommand:
     """What one rank is started with."""
 
     command: tuple[str, ...]
@@ -37,14 +37,14 @@ class Start:
     log: str  # absolute; empty where a rank goes on writing where the process that it is forked from does
 
     @property
-    def forkable(self) -> bool:
+    def is_forkable(self) -> bool:
         """Whether it is the worker itself: a wrapper or torchrun has to be executed."""
         return self.command[:4] == (sys.executable, *WORKER)
 
     @property
-    def shared(self) -> dict[str, str]:
+    def shared_environment(self) -> dict[str, str]:
         """The environment that all ranks have in common."""
-        return {name: value for name, value in self.environment.items() if name not in OF_A_RANK}
+        return {name: value for name, value in self.environment.items() if name not in RANK_VARIABLES}
 
 
 class ForkUnavailable(Exception):
@@ -52,7 +52,7 @@ class ForkUnavailable(Exception):
 
 
 @dataclass
-class Forked:
+class ForkedRank:
     """A forked rank, with what is used of subprocess.Popen."""
 
     pid: int
@@ -73,7 +73,7 @@ class Forked:
         return self.returncode
 
 
-class Forkserver:
+class ForkServer:
     """A process that has imported what ranks need.
 
     Args:
@@ -82,14 +82,14 @@ class Forkserver:
         program: what it runs.
     """
 
-    def __init__(self, start: Start, output: IO[bytes], *, program: str = PROGRAM) -> None:
-        self.folder, self.environment = start.folder, start.shared
+    def __init__(self, start: RankCommand, output: IO[bytes], *, program: str = PROGRAM) -> None:
+        self.folder, self.environment = start.folder, start.shared_environment
         self._socket, far = socket.socketpair()
         # The driver is asked through NVML whether there is a GPU: CUDA itself does not survive a fork.
         environment = {**self.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         with far:
             self.process = subprocess.Popen(
-                [start.command[0], "-u", "-c", program, str(far.fileno()), " " * ROOM],
+                [start.command[0], "-u", "-c", program, str(far.fileno()), " " * MAX_MESSAGE],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -102,11 +102,11 @@ class Forkserver:
         self._socket.settimeout(POLL)
         self._received = b""
 
-    def serves(self, start: Start) -> bool:
+    def can_fork(self, start: RankCommand) -> bool:
         """Return whether a rank forked from here is what it would be if it were executed."""
-        return (self.folder, self.environment) == (start.folder, start.shared)
+        return (self.folder, self.environment) == (start.folder, start.shared_environment)
 
-    def fork(self, start: Start, *, give_up: Callable[[], bool]) -> Forked:
+    def fork(self, start: RankCommand, *, give_up: Callable[[], bool]) -> ForkedRank:
         """Start a rank; the first one waits until everything is imported.
 
         Args:
@@ -117,23 +117,23 @@ class Forkserver:
             ForkUnavailable: the import has failed, the server has died, or it was given up.
         """
         try:
-            with adopting():
+            with adopt_orphans():
                 self._send({**asdict(start), "parent": os.getpid()})
-                answer = self._answer(give_up)
+                answer = self._read_answer(give_up)
         except ConnectionError:
-            raise ForkUnavailable(self._end()) from None
+            raise ForkUnavailable(self._end_of_server()) from None
         except OSError as error:
             raise ForkUnavailable(str(error)) from error
         if "error" in answer:
             raise ForkUnavailable(str(answer["error"]))
-        return Forked(int(answer["pid"]))
+        return ForkedRank(int(answer["pid"]))
 
     def _send(self, request: Mapping[str, Any]) -> None:
         self._socket.settimeout(None)  # a line may be longer than the buffer while the server still imports
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         self._socket.settimeout(POLL)
 
-    def _answer(self, give_up: Callable[[], bool]) -> dict[str, Any]:
+    def _read_answer(self, give_up: Callable[[], bool]) -> dict[str, Any]:
         while b"\n" not in self._received:
             try:
                 received = self._socket.recv(4096)
@@ -142,13 +142,13 @@ class Forkserver:
                     raise ForkUnavailable("given up") from None
                 continue
             if not received:
-                raise ForkUnavailable(self._end())
+                raise ForkUnavailable(self._end_of_server())
             self._received += received
         line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _end(self) -> str:
+    def _end_of_server(self) -> str:
         return f"the process that imports it ended with exit code {self.process.wait()}"
 
     def close(self) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Union
 
-from tula_cli.cluster.forkserver import Forked, Forkserver, ForkUnavailable, Start
+from tula_cli.cluster.forkserver import ForkedRank, ForkServer, ForkUnavailable, RankCommand
 from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.host.processes import become_child
 
 POLL = 0.05  # seconds
-Child = Union["subprocess.Popen[bytes]", Forked]
+Child = Union["subprocess.Popen[bytes]", ForkedRank]
 
 
 @dataclass
@@ -23,19 +23,19 @@ class RankGroup:
     """Processes that end together; each leads a process group, with its data-loader processes in it."""
 
     children: list[Child]
-    _before: tuple[int, int] | None = None  # what had failed when the others were killed
+    _first_failure: tuple[int, int] | None = None  # what had failed when the others were killed
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return None in [child.poll() for child in self.children]
 
-    def failed(self) -> tuple[int, int] | None:
+    def first_failure(self) -> tuple[int, int] | None:
         """Return place and exit code of the process that failed first, of those that have ended so far.
 
         One that was killed tells more than those that lost it, and have ended meanwhile. SIGABRT is no kill: torch ends
         its own process by it over a lost peer.
         """
-        if self._before is not None:
-            return self._before
+        if self._first_failure is not None:
+            return self._first_failure
         codes = [(at, code) for at, child in enumerate(self.children) if (code := child.poll())]
         return min(codes, key=lambda found: (found[1] > 0, found[1] == -signal.SIGABRT, found[0]), default=None)
 
@@ -48,13 +48,13 @@ class RankGroup:
             if child.poll() is None:
                 os.kill(child.pid, signal.SIGTERM)
         deadline = time.monotonic() + grace
-        while self.running() and time.monotonic() < deadline:
+        while self.is_running() and time.monotonic() < deadline:
             time.sleep(POLL)
         self.kill()
 
     def kill(self) -> None:
         """Kill every rank and what it has started."""
-        self._before = self.failed()
+        self._first_failure = self.first_failure()
         for child in self.children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -72,10 +72,10 @@ class RankSpawner:
     """
 
     output: RankOutput = field(default_factory=RankOutput)
-    server: Forkserver | None = None
+    server: ForkServer | None = None
     executes: bool = False  # for good: forking has failed once
 
-    def spawn(self, starts: Sequence[Start], output: IO[bytes], *, give_up: Callable[[], bool]) -> RankGroup:
+    def spawn(self, starts: Sequence[RankCommand], output: IO[bytes], *, give_up: Callable[[], bool]) -> RankGroup:
         """Start ranks.
 
         Args:
@@ -89,19 +89,19 @@ class RankSpawner:
         group = RankGroup([])
         try:
             for start in starts:
-                group.children.append(self._forked(start, output, give_up) or _executed(start, output))
+                group.children.append(self._fork(start, output, give_up) or _execute(start, output))
         except OSError:
             group.kill()
             raise
         return group
 
-    def _forked(self, start: Start, output: IO[bytes], give_up: Callable[[], bool]) -> Forked | None:
-        if self.executes or not start.forkable:
+    def _fork(self, start: RankCommand, output: IO[bytes], give_up: Callable[[], bool]) -> ForkedRank | None:
+        if self.executes or not start.is_forkable:
             return None
-        if self.server is not None and not self.server.serves(start):
+        if self.server is not None and not self.server.can_fork(start):
             self._stop_server()
         try:
-            self.server = self.server or Forkserver(start, output)
+            self.server = self.server or ForkServer(start, output)
             return self.server.fork(start, give_up=give_up)
         except ForkUnavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
             sys.stderr.write(f"tula: ranks are not forked but executed, each with its own import of torch: {error}\n")
@@ -109,7 +109,7 @@ class RankSpawner:
             self._stop_server()
             return None
 
-    def spared(self) -> list[int]:
+    def surviving_processes(self) -> list[int]:
         """Return the processes that outlive an attempt on purpose: what ranks are forked from."""
         return [self.server.process.pid] if self.server is not None else []
 
@@ -124,7 +124,7 @@ class RankSpawner:
         self.server = None
 
 
-def _executed(start: Start, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+def _execute(start: RankCommand, output: IO[bytes]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         start.command,
         stdin=subprocess.DEVNULL,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tula_cli import words
-from tula_cli.cluster.local import with_package
-from tula_cli.cluster.scripts.described import described
+from tula_cli.cluster.local import environment_with_package
+from tula_cli.cluster.scripts.described import describe_script_job
 from tula_cli.errors import JobFailed, Problem, SpecError
 from tula_cli.host.capacity import machine_memory
 from tula_cli.host.processes import run_command
@@ -79,7 +79,7 @@ RESOURCE_LIMITS = (
 )
 
 
-class NotInspected(JobFailed):
+class NotInspectable(JobFailed):
     """The model and the dataset cannot be built on this machine: what they are is not known yet.
 
     Args:
@@ -106,26 +106,28 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
         NotInspected: the interpreter that the jobs will use cannot run here, has no torch, or exceeds a limit of this machine.
     """
     if spec.script is not None:
-        return described(spec, spec.script)
-    python = interpreter(spec)
+        return describe_script_job(spec, spec.script)
+    python = interpreter_command(spec)
     command = ["bash", "-c", f"{python} -m {PROGRAM}"]
     try:
-        done = run_command(command, stdin=spec.model_dump_json(), timeout=timeout, environ=with_package(), guarded=True)
+        completed = run_command(
+            command, stdin=spec.model_dump_json(), timeout=timeout, environ=environment_with_package(), guarded=True
+        )
     except subprocess.TimeoutExpired:
         raise JobFailed(f"building the model and the dataset took more than {timeout:g} s") from None
     elsewhere = ON_A_NODE if spec.cluster.kind == "slurm" else ""
     try:
-        if not done.stdout.strip():
-            raise not_started(python, done.stderr, elsewhere=elsewhere)
-        return understood(done.stdout, done.stderr)
+        if not completed.stdout.strip():
+            raise interpreter_failed(python, completed.stderr, elsewhere=elsewhere)
+        return parse_inspection(completed.stdout, completed.stderr)
     except JobFailed as error:
-        exceeded = limit_exceeded(error, "" if done.returncode == 0 else done.stderr, done.returncode)
+        exceeded = limit_exceeded(error, "" if completed.returncode == 0 else completed.stderr, completed.returncode)
         if exceeded is None:
             raise
         limit, sign = exceeded
         why = f"{python} cannot build the model and the dataset here: the limit of {limit.name} was exceeded"
-        raise NotInspected(
-            f"{why}: {sign}{_known_limits(limit)}", f"here, {limit.remedy}", elsewhere=elsewhere
+        raise NotInspectable(
+            f"{why}: {sign}{_describe_limits(limit)}", f"here, {limit.remedy}", elsewhere=elsewhere
         ) from error
 
 
@@ -146,27 +148,27 @@ def limit_exceeded(error: JobFailed, stderr: str, code: int = 0) -> tuple[Resour
     return None
 
 
-def _known_limits(limit: ResourceLimit) -> str:
+def _describe_limits(limit: ResourceLimit) -> str:
     """Say which limits of a resource hold in this process, if any is known."""
     soft = {option: resource.getrlimit(kind)[0] for option, kind in limit.settings.items()}
-    known = [f"{option}: {value}" for option, value in soft.items() if value != resource.RLIM_INFINITY]
+    limits = [f"{option}: {value}" for option, value in soft.items() if value != resource.RLIM_INFINITY]
     if limit.name == "memory":
-        known = [f"ulimit -v: {words.amount(soft['ulimit -v'])}"] if known else []
-        known.append(f"memory of this session or machine: {words.amount(machine_memory())}")
-    return f" ({', '.join(known)})" if known else ""
+        limits = [f"ulimit -v: {words.amount(soft['ulimit -v'])}"] if limits else []
+        limits.append(f"memory of this session or machine: {words.amount(machine_memory())}")
+    return f" ({', '.join(limits)})" if limits else ""
 
 
-def interpreter(spec: JobSpec) -> str:
+def interpreter_command(spec: JobSpec) -> str:
     """Return the shell's words that start the python of the jobs."""
-    return own_interpreter(spec) or shlex.quote(sys.executable)
+    return other_interpreter(spec) or shlex.quote(sys.executable)
 
 
-def own_interpreter(spec: JobSpec) -> str | None:
+def other_interpreter(spec: JobSpec) -> str | None:
     """Return the shell's words that start the python of the jobs, where it is not the one that runs this."""
     return spec.cluster.python
 
 
-def not_started(python: str, stderr: str, *, elsewhere: str = "") -> NotInspected:
+def interpreter_failed(python: str, stderr: str, *, elsewhere: str = "") -> NotInspectable:
     """Return the error of an interpreter that ended before it began: it is not there, or lacks something.
 
     Args:
@@ -174,12 +176,12 @@ def not_started(python: str, stderr: str, *, elsewhere: str = "") -> NotInspecte
         stderr: what was said.
         elsewhere: where it may be otherwise than here.
     """
-    own = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
-    said = own[-1].strip() if own else "it said nothing"
-    return NotInspected(f"{python} cannot build the model and the dataset: {said}", elsewhere=elsewhere)
+    messages = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
+    last_message = messages[-1].strip() if messages else "it said nothing"
+    return NotInspectable(f"{python} cannot build the model and the dataset: {last_message}", elsewhere=elsewhere)
 
 
-def understood(stdout: str, stderr: str) -> Inspection:
+def parse_inspection(stdout: str, stderr: str) -> Inspection:
     """Return what the inspection answered in its last line, after the one that says that it has begun.
 
     Raises:
@@ -188,8 +190,8 @@ def understood(stdout: str, stderr: str) -> Inspection:
     try:
         answer: Mapping[str, Any] = json.loads(stdout.strip().splitlines()[1:][-1])
     except (ValueError, IndexError):
-        last = stderr.strip().splitlines()[-1:] or ["no output"]
-        raise JobFailed(f"building the model and the dataset ended before its answer: {last[0]}") from None
+        last_line = stderr.strip().splitlines()[-1:] or ["no output"]
+        raise JobFailed(f"building the model and the dataset ended before its answer: {last_line[0]}") from None
     error = answer.get("error")
     if error is None:
         return Inspection.model_validate(answer)

@@ -92,17 +92,17 @@ def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> I
         sleep(LOCK_POLL)
         waited += LOCK_POLL
     try:
-        with interrupts.held():
+        with interrupts.hold_interrupts():
             yield
     finally:
         run.lock.release()
 
 
-def under_way(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
+def unfinished_jobs(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
     """Return which of these jobs wait or run."""
-    known = [job for id_ in job_ids if (job := run.job(id_)) is not None]
-    states = launcher.states(run.read(), known)
+    jobs = [job for id_ in job_ids if (job := run.job(id_)) is not None]
+    states = launcher.states(run.read(), jobs)
     for state in states.values():
         if state.silent:
             raise SchedulerError(state.reason, "nothing was submitted; run the same command again later")
-    return [job.id for job in known if states[job.id].state in ("pending", "running")]
+    return [job.id for job in jobs if states[job.id].state in ("pending", "running")]

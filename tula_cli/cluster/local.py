@@ -16,7 +16,7 @@ from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
 from tula_cli.cluster.scheduling.protocol import JobRequest, SchedulerState
 from tula_cli.errors import JobFailed
 from tula_cli.host import devices, machine_lock
-from tula_cli.host.processes import started
+from tula_cli.host.processes import start_time
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import ProbeTask, Task
@@ -25,9 +25,9 @@ from tula_cli.run.upkeep import package
 from tula_cli.version import __version__
 from tula_cli.words import moment, plural
 
-IN_JOB, SUPERVISOR = "tula_cli.cluster.scheduling.in_job", "tula_cli.cluster.supervise"
+JOB_MODULE, SUPERVISOR = "tula_cli.cluster.scheduling.in_job", "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
-SILENCE = 3600.0
+MAX_SILENCE = 3600.0
 """Seconds without a sign of life, which it gives each minute, after which a job of another machine is taken for lost."""
 
 
@@ -38,11 +38,11 @@ class LocalLauncher:
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return in words what a job on this machine starts."""
-        from tula_cli.cluster.scripts.start import preview  # for a dry run alone, not for each look at the jobs
+        from tula_cli.cluster.scripts.start import preview_command  # for a dry run alone, not for each look at the jobs
 
         world = task.nodes * task.spec.cluster.gpus_per_node
-        words = f"{task.job} in {run.path.name}: {plural(world, 'rank')} on this machine"
-        return f"{words}\n{command}" if (command := preview(run, task)) else words
+        description = f"{task.job} in {run.path.name}: {plural(world, 'rank')} on this machine"
+        return f"{description}\n{command}" if (command := preview_command(run, task)) else description
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.
@@ -53,10 +53,10 @@ class LocalLauncher:
         """
         if importlib.util.find_spec("torch") is None:
             raise JobFailed(f"{sys.executable} has no torch", "pip install 'tula-cli[torch]'")
-        earlier, now = run.job(task.job), time.time()
+        earlier, submitted_at = run.job(task.job), time.time()
         folder = run.path.resolve()
-        path = with_package(folder)["PYTHONPATH"]
-        command = shlex.join([sys.executable, "-m", IN_JOB, "local", str(folder), task.id])
+        path = environment_with_package(folder)["PYTHONPATH"]
+        command = shlex.join([sys.executable, "-m", JOB_MODULE, "local", str(folder), task.id])
         setup = (f"export PYTHONPATH={shlex.quote(path)}",)
         job = JobRequest(task.job, command, folder=Path(task.workdir), logs=run.submitit_dir.absolute(), setup=setup)
         script = run.write_script(task.job, self.scheduler.script(job))
@@ -66,10 +66,10 @@ class LocalLauncher:
             scheduler="local",
             scheduler_id=str(pid),
             nodes=task.nodes,
-            submitted_at=now,
+            submitted_at=submitted_at,
             submissions=earlier.submissions + 1 if earlier else 1,
             folder=str(run.path.resolve()),
-            process_started=started(pid),
+            process_started=start_time(pid),
             host=socket.gethostname(),
             tula=__version__,
         )
@@ -82,24 +82,24 @@ class LocalLauncher:
         """Ask the kernel: the process that was started is there and is the same one, or it is not."""
         return {job.id: self._state(look, job) for job in jobs}
 
-    def _state(self, look: Snapshot, job: Job) -> SchedulerState:
+    def _state(self, snapshot: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
-            return _elsewhere(look, job)
-        if not _alive(job):
+            return _state_on_other_machine(snapshot, job)
+        if not _is_alive(job):
             return SchedulerState("ended")
-        if attempts := attempts_of(look, job):
+        if attempts := attempts_of_submission(snapshot, job):
             trainings = ", ".join(attempts[-1].disturbed_by)
             return SchedulerState("running", f"its times may be disturbed by {trainings}" if trainings else "")
-        waits = machine_lock.waiting_words(_holder(look.here, job.id))
+        waits = machine_lock.describe_waiting(_describe_holder(snapshot.here, job.id))
         return SchedulerState("pending", waits or "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark it: the supervisor sees the mark, ends its ranks and then itself. Wait until it has."""
         run.cancel(job.id)
         deadline = time.monotonic() + 30
-        while _alive(job) and time.monotonic() < deadline:
+        while _is_alive(job) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if _alive(job):
+        if _is_alive(job):
             os.kill(int(job.scheduler_id), signal.SIGKILL)
 
 
@@ -119,7 +119,7 @@ def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
         raise SystemExit(0)  # or submitit writes a file for each supervisor, with the result that it has not
 
 
-def with_package(run: Path | None = None) -> dict[str, str]:
+def environment_with_package(run: Path | None = None) -> dict[str, str]:
     """Return the environment in which this tula is imported, also from a checkout that is not installed.
 
     Args:
@@ -128,34 +128,34 @@ def with_package(run: Path | None = None) -> dict[str, str]:
     Raises:
         TulaError: its archive cannot be written into the run.
     """
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])
     return {
         **os.environ,
         "PYTHONPATH": package.first_in_path(None if run is None else package.keep(run.resolve()), path),
     }
 
 
-def _elsewhere(look: Snapshot, job: Job) -> SchedulerState:
+def _state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
     """Tell of a job on another machine, which alone knows its processes, by the files that both see."""
-    attempts = attempts_of(look, job)
+    attempts = attempts_of_submission(snapshot, job)
     if not attempts:
         return SchedulerState("running", f"waits on {job.host}, or has ended there: only that machine knows")
     if attempts[-1].ended_at is not None:
         return SchedulerState("ended", f"on {job.host}, as far as its files tell")
-    heard = look.last_sign(attempts[-1])
-    if job.tula and heard is not None and time.time() - heard > SILENCE:  # an older tula gave no sign
+    heard = snapshot.last_sign_of_life(attempts[-1])
+    if job.tula and heard is not None and time.time() - heard > MAX_SILENCE:  # an older tula gave no sign
         return SchedulerState("ended", f"on {job.host}, of which nothing was heard after {moment(heard)}")
     return SchedulerState("running", f"on {job.host}, as far as its files tell")
 
 
-def attempts_of(look: Snapshot, job: Job) -> list[Attempt]:
+def attempts_of_submission(snapshot: Snapshot, job: Job) -> list[Attempt]:
     """Return the attempts of a job since it was submitted."""
-    return look.attempts_of(job.id, since=job.submitted_at - 1)
+    return snapshot.attempts_of(job.id, since=job.submitted_at - 1)
 
 
-def _alive(job: Job) -> bool:
-    since = started(int(job.scheduler_id))
+def _is_alive(job: Job) -> bool:
+    since = start_time(int(job.scheduler_id))
     return since is not None and since == job.process_started
 
 
@@ -170,14 +170,16 @@ def machine_ticket(run: RunDir, tasks: Sequence[Task]) -> Iterator[machine_lock.
         run: the run.
         tasks: what the job does.
     """
-    first, measures = tasks[0], isinstance(tasks[0], ProbeTask)
+    first_task, measures = tasks[0], isinstance(tasks[0], ProbeTask)
     ranks = max(task.nodes * task.spec.cluster.gpus_per_node for task in tasks)
-    gpus = [] if first.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.lock_names(ranks)]
+    gpus = [] if first_task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.lock_names(ranks)]
     cores = (
         machine_lock.core_devices() if not (gpus and measures) else []
     )  # a training's loaders disturb a probe on CPUs
     try:
-        ticket = machine_lock.TicketHolder(_holder(run.path, first.job), [*gpus, *cores], measures=measures)
+        ticket = machine_lock.TicketHolder(
+            _describe_holder(run.path, first_task.job), [*gpus, *cores], measures=measures
+        )
     except OSError as error:
         if measures:
             sys.stderr.write(
@@ -186,9 +188,9 @@ def machine_ticket(run: RunDir, tasks: Sequence[Task]) -> Iterator[machine_lock.
         yield None
         return
     try:
-        while measures and not run.cancelled(first.job):
+        while measures and not run.is_cancelled(first_task.job):
             with contextlib.suppress(OSError):  # as for want of descriptors: nothing is known
-                if not ticket.ahead():
+                if not ticket.probes_to_wait_for():
                     break
             time.sleep(POLL)
         yield ticket
@@ -196,5 +198,5 @@ def machine_ticket(run: RunDir, tasks: Sequence[Task]) -> Iterator[machine_lock.
         ticket.close()
 
 
-def _holder(run: Path, job: str) -> str:
+def _describe_holder(run: Path, job: str) -> str:
     return f"{job} of {run}"

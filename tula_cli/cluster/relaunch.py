@@ -7,12 +7,12 @@ from typing import Literal
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script
-from tula_cli.cluster.scripts.cuts import known as script_micro_batches
+from tula_cli.cluster.scripts.cuts import possible_micro_batches as script_micro_batches
 from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.outcome import advice, no_gpu
+from tula_cli.host.outcome import advice, is_missing_gpu
 from tula_cli.models.choice.early_end import shortened
 from tula_cli.models.cost import cost
-from tula_cli.models.out_of_memory import Fallback, after_out_of_memory, cannot_accumulate
+from tula_cli.models.out_of_memory import Fallback, cannot_accumulate, next_fallback
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt
@@ -29,23 +29,23 @@ from tula_cli.run.records.tasks import (
     probe_id,
     probe_identity,
 )
-from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.words import plural
 
-RESTARTS = 2
+MAX_RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
 PROCESS_LOST = tuple(
     outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows in ("processes", "paused", "outwaited")
 )
 """Endings of a process that say nothing against starting it again, a bounded number of times."""
-COUNTED: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_error")
-"""Endings of which there may be `RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
+COUNTED_OUTCOMES: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_error")
+"""Endings of which there may be `MAX_RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
 ALLOCATION_LOST = tuple(outcome for outcome, ending in FAILURE_KINDS.items() if ending.follows == "next job")
 """Endings of an allocation: training goes on in the next one for as long as checkpoints advance."""
-UNWRITTEN: tuple[OutcomeClass, ...] = (
+UNRECORDED_OUTCOMES: tuple[OutcomeClass, ...] = (
     *PROCESS_LOST,
     *ALLOCATION_LOST,
     "host_oom",
@@ -56,22 +56,22 @@ UNWRITTEN: tuple[OutcomeClass, ...] = (
 """Endings whose relaunch may not have been written yet."""
 
 
-def leaves_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: Cluster) -> bool:
+def needs_new_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: Cluster) -> bool:
     """Return whether what follows an ending needs another allocation: this one is lost, or its nodes stay faulty."""
     return outcome in ALLOCATION_LOST or (outcome == "device_fault" and cluster.kind != "local")
 
 
-def lost_in(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str) -> int:
+def count_lost(attempts: Sequence[Attempt], outcome: OutcomeClass | Literal["done"] | None, allocation: str) -> int:
     """Return how many of these attempts count against what a job may lose, where another one ends of `outcome`.
 
     A file system that fails is not the program's fault: it counts against itself alone, and in its allocation.
     """
     if outcome == "storage":
         return sum(attempt.outcome == "storage" and attempt.allocation == allocation for attempt in attempts)
-    return sum(attempt.outcome in COUNTED and attempt.outcome != "storage" for attempt in attempts)
+    return sum(attempt.outcome in COUNTED_OUTCOMES and attempt.outcome != "storage" for attempt in attempts)
 
 
-def newest(run: RunDir, task_id: str) -> Task:
+def newest_task(run: RunDir, task_id: str) -> Task:
     """Return the task to start: a training's newest relaunch takes the place of an earlier one."""
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
@@ -80,12 +80,12 @@ def newest(run: RunDir, task_id: str) -> Task:
     return task
 
 
-def over(run: RunDir, task: Task) -> bool:
+def is_over(run: RunDir, task: Task) -> bool:
     """Return whether nothing is left to do: start is resume."""
-    return run.cancelled(task.job) or finished(run, task)
+    return run.is_cancelled(task.job) or is_finished(run, task)
 
 
-def finished(run: RunDir, task: Task) -> bool:
+def is_finished(run: RunDir, task: Task) -> bool:
     """Return whether every result of a task is there: success is a valid result file."""
     match task:
         case TrainTask():
@@ -93,8 +93,8 @@ def finished(run: RunDir, task: Task) -> bool:
         case ProbeTask():
             return run.current_probe(task) is None
         case RehearsalTask():
-            found = Rehearsals(run.path).read(task.id)
-            return found is not None and found.over_at is not None
+            resume_test = ResumeTestRecords(run.path).read(task.id)
+            return resume_test is not None and resume_test.over_at is not None
         case EvaluateTask():
             return run.training(task.signature).evaluation(task.key) is not None
         case CheckTask():
@@ -112,20 +112,20 @@ def next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | 
     """
     match task:
         case ProbeTask():
-            return _after_probe(run, task, reason, lost)
+            return _next_probe(run, task, reason, lost)
         case TrainTask():
-            return _after_training(run, task, reason, lost)
+            return _next_training(run, task, reason, lost)
         case RehearsalTask():
-            ended = finished(run, task) or run.cancelled(task.job) or lost > RESTARTS
-            return None if ended or reason.outcome in ALLOCATION_LOST else task
+            is_over = is_finished(run, task) or run.is_cancelled(task.job) or lost > MAX_RESTARTS
+            return None if is_over or reason.outcome in ALLOCATION_LOST else task
         case EvaluateTask():
-            again = reason.outcome in COUNTED and lost <= RESTARTS
-            return task if again and not leaves_allocation(reason.outcome, task.spec.cluster) else None
+            may_relaunch = reason.outcome in COUNTED_OUTCOMES and lost <= MAX_RESTARTS
+            return task if may_relaunch and not needs_new_allocation(reason.outcome, task.spec.cluster) else None
         case CheckTask():
-            return task if reason.outcome == "port" and lost <= RESTARTS else None
+            return task if reason.outcome == "port" and lost <= MAX_RESTARTS else None
 
 
-def _after_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) -> ProbeTask | None:
+def _next_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) -> ProbeTask | None:
     current = run.current_probe(task)
     if current is None:
         return None
@@ -133,26 +133,32 @@ def _after_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) ->
         return task  # a script is started once for each batch
     if reason.outcome == "device_oom":
         _write_out_of_memory(run, task, current, reason.message)
-    elif reason.outcome in COUNTED and lost <= RESTARTS and not leaves_allocation(reason.outcome, task.spec.cluster):
+    elif (
+        reason.outcome in COUNTED_OUTCOMES
+        and lost <= MAX_RESTARTS
+        and not needs_new_allocation(reason.outcome, task.spec.cluster)
+    ):
         return task
-    elif reason.outcome != "cancelled" or not run.cancelled(task.job):
+    elif reason.outcome != "cancelled" or not run.is_cancelled(task.job):
         outcome = reason.outcome or "unknown"
-        run.write_result(Failed(**probe_identity(task, current), outcome=outcome, message=reason.words))
-        others = outcome == "diverged" or (outcome == "user" and not no_gpu(reason.message))  # may go well
-        return _without(run, task, current) if others else None
+        run.write_result(Failed(**probe_identity(task, current), outcome=outcome, message=reason.description))
+        may_continue = outcome == "diverged" or (
+            outcome == "user" and not is_missing_gpu(reason.message)
+        )  # may go well
+        return _skip_failed_batch(run, task, current) if may_continue else None
     return None
 
 
-def _without(run: RunDir, task: ProbeTask, failed: int) -> ProbeTask | None:
+def _skip_failed_batch(run: RunDir, task: ProbeTask, failed: int) -> ProbeTask | None:
     """Go on with the other batches once one has failed in the user's code (a batch of one under BatchNorm, say) or diverged.
 
     Two failures say that it is not the batch.
     """
     if task.skip:
         return None
-    rest = task.model_copy(update={"skip": (failed,)})
-    run.write_task(rest)
-    return rest
+    remaining = task.model_copy(update={"skip": (failed,)})
+    run.write_task(remaining)
+    return remaining
 
 
 def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: str) -> None:
@@ -165,7 +171,7 @@ def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: st
         run.write_result(OutOfMemory(**probe_identity(task, local_batch), assumed=assumed, message=text))
 
 
-def _after_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
+def _next_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
     if reason.outcome is None:
         write_summary(run, task)
         return None
@@ -204,16 +210,16 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
             return None
         cause = f"{reason.message}; restarted from before with train.max_lr_factor {limit:g}"
         update = {"max_lr_factor": limit}
-    elif reason.outcome in COUNTED and lost < task.spec.train.max_attempts:
-        cause = f"{reason.outcome}: {reason.words}"
+    elif reason.outcome in COUNTED_OUTCOMES and lost < task.spec.train.max_attempts:
+        cause = f"{reason.outcome}: {reason.description}"
     elif reason.outcome in ALLOCATION_LOST or reason.once_more:
-        cause = reason.words
+        cause = reason.description
     else:
         return None
-    return again(task, cause, **update)
+    return relaunch_task(task, cause, **update)
 
 
-def again(task: TrainTask, cause: str, **update: object) -> TrainTask:
+def relaunch_task(task: TrainTask, cause: str, **update: object) -> TrainTask:
     """Return the next attempt of a training, and why there is one."""
     attempt = task.attempt + 1
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
@@ -231,33 +237,37 @@ def _lower_lr_limit(run: RunDir, task: TrainTask) -> float | None:
 def _fallback(run: RunDir, task: TrainTask) -> Fallback | None:
     """Return what follows an out-of-memory of a training; None where nothing would take less."""
     why_not = cannot_accumulate(task.spec)
-    known = None
+    micro_batches = None
     if not why_not:
-        known = script_micro_batches(run, task) if runs_script(task) else run.training(task.signature).micro_batches()
+        micro_batches = (
+            script_micro_batches(run, task) if runs_script(task) else run.training(task.signature).micro_batches()
+        )
     batches = [rung.batch for rung in task.ladder]
-    return after_out_of_memory(batches, task.splits, known, why_not=why_not, stage=_stage_of(run, task))
+    return next_fallback(batches, task.splits, micro_batches, why_not=why_not, stage=_batch_of_stage(run, task))
 
 
-def _stage_of(run: RunDir, task: TrainTask) -> int | None:
+def _batch_of_stage(run: RunDir, task: TrainTask) -> int | None:
     """Return the batch that a training was at, where it has grown to less than its own; None where nothing tells it."""
     if task.spec.train.stages is None or runs_script(task):
         return None
     rows = run.training(task.signature).metrics()
-    found = next((int(row["batch"]) for row in reversed(rows) if row["kind"] == "stage"), task.batch)
-    return found if found < task.batch else None
+    batch = next((int(row["batch"]) for row in reversed(rows) if row["kind"] == "stage"), task.batch)
+    return batch if batch < task.batch else None
 
 
 def _fewer_workers(task: TrainTask) -> int | None:
     """Return half the loader processes, once; of `auto`, whose number only the ranks know, the fewest, and then one."""
     if task.workers == "auto":
         return FEWEST_WORKERS
-    asked = task.spec.train.workers
-    if asked == "auto":
+    workers = task.spec.train.workers
+    if workers == "auto":
         return task.workers // 2 or None
-    return task.workers // 2 if task.workers and task.workers >= asked else None
+    return task.workers // 2 if task.workers and task.workers >= workers else None
 
 
-def blamed(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:
+def reconsider_reason(
+    run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, earlier: Sequence[Attempt]
+) -> ExitReason:
     """Return why an attempt ended, once more considered: what looks like a faulty device may be the user's to mend.
 
     What a device did twice is the program's doing. A node without a GPU is faulty where others have some.
@@ -269,39 +279,43 @@ def blamed(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, before
         reason: why it ended.
         before: the attempts of this job before it; of a training those since which nothing more has been saved.
     """
-    if reason.outcome == "device_fault" and no_gpu(reason.message) and not _gpus_elsewhere(run, attempt):
-        told = f"{reason.words}; {advice(reason.outcome, reason.message)}"
-        return dataclasses.replace(reason, outcome="user", message=told, final=isinstance(task, TrainTask))
-    if reason.outcome == "device_error" and any(a.outcome == "device_error" for a in _alike(run, task, before)):
+    if reason.outcome == "device_fault" and is_missing_gpu(reason.message) and not _has_gpus_elsewhere(run, attempt):
+        message = f"{reason.description}; {advice(reason.outcome, reason.message)}"
+        return dataclasses.replace(reason, outcome="user", message=message, final=isinstance(task, TrainTask))
+    if reason.outcome == "device_error" and any(
+        a.outcome == "device_error" for a in _similar_failures(run, task, earlier)
+    ):
         return dataclasses.replace(
             reason,
             outcome="user",
-            message=f"{reason.words}, as in the attempt before",
+            message=f"{reason.description}, as in the attempt before",
             final=isinstance(task, TrainTask),
         )
     return reason
 
 
-def _alike(run: RunDir, task: Task, before: Sequence[Attempt]) -> Sequence[Attempt]:
+def _similar_failures(run: RunDir, task: Task, earlier: Sequence[Attempt]) -> Sequence[Attempt]:
     """Return the attempts that failed at what the newest one failed at: of a probe job, at the same batch."""
     if not isinstance(task, ProbeTask):
-        return before
+        return earlier
     results = [run.result(probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
     over = [result.measured_at for result in results if isinstance(result, Measured)]
-    over += [attempt.ended_at or 0.0 for attempt in before if attempt.outcome == "user"]  # that batch is left out now
-    return [attempt for attempt in before if (attempt.ended_at or 0.0) > max(over, default=0.0)]
+    over += [attempt.ended_at or 0.0 for attempt in earlier if attempt.outcome == "user"]  # that batch is left out now
+    return [attempt for attempt in earlier if (attempt.ended_at or 0.0) > max(over, default=0.0)]
 
 
-def _gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
+def _has_gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
     """Return whether jobs that ask for the same nodes do get GPUs: another node of this attempt, or one of an earlier one.
 
     On this machine there is no other node.
     """
-    alike = [other for other in run.attempts() if other.cluster == attempt.cluster]
-    return bool(attempt.allocation) and any(run.saw_gpus(other) for other in alike)
+    alike = [attempt_ for attempt_ in run.attempts() if attempt_.cluster == attempt.cluster]
+    return bool(attempt.allocation) and any(run.has_seen_gpus(attempt_) for attempt_ in alike)
 
 
-def no_progress(attempts: Sequence[Attempt], progress: int, limit: int, setting: str = "cluster.slurm.minutes") -> str:
+def describe_no_progress(
+    attempts: Sequence[Attempt], progress: int, limit: int, setting: str = "cluster.slurm.minutes"
+) -> str:
     """Say why a training whose allocations were lost must not go on; empty where it may.
 
     Preemptions and lost nodes are bounded by the jobs of the chain.
@@ -319,7 +333,7 @@ def no_progress(attempts: Sequence[Attempt], progress: int, limit: int, setting:
     if began.progress != progress:
         return ""
     if attempts[-1].outcome == "time_limit":
-        waited = lost_in(attempts, "storage", attempts[-1].allocation)
+        waited = count_lost(attempts, "storage", attempts[-1].allocation)
         return "" if waited else f"the time limit was reached before anything could be saved: raise {setting}"
     stalled = [attempt for attempt in attempts if attempt.outcome == "supervisor" and attempt.progress == progress]
     return f"{len(stalled)} supervisors failed without a newer checkpoint" if len(stalled) >= limit else ""
@@ -335,7 +349,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     for a in attempts:
         took[a.task] += ((a.ended_at or time.time()) - a.started_at) / 3600
     hours = sum(took.values())
-    prediction, energy = _predicted(tasks[0], result), training.energy()
+    prediction, energy = _prediction_of_epochs(tasks[0], result), training.energy()
     newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
         Summary(
@@ -347,11 +361,11 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             predicted_hours=prediction.hours if prediction else None,
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
-            actual_cost=sum(_cost(one, took[one.id], prediction) for one in tasks if one.id in took),
+            actual_cost=sum(_cost(task_, took[task_.id], prediction) for task_ in tasks if task_.id in took),
             predicted_step=newest.step_time if newest else None,
             actual_step=result.step_time,
             predicted_parts=prediction.parts if prediction else None,
-            actual_parts=None if task.spec.script else _parts(training, 3600 * hours),
+            actual_parts=None if task.spec.script else _time_parts(training, 3600 * hours),
             predicted_kwh=prediction.kwh if prediction else None,
             actual_kwh=None if energy is None else energy.kwh,
             counted=None if energy is None else min(1.0, energy.seconds / (3600 * hours)),
@@ -372,15 +386,15 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     )
 
 
-def _predicted(first: TrainTask, result: TrainResult) -> Prediction | None:
+def _prediction_of_epochs(first_task: TrainTask, result: TrainResult) -> Prediction | None:
     """Return what was predicted for the epochs that were trained: all, or those up to an early end."""
-    prediction = first.ladder[0].prediction
+    prediction = first_task.ladder[0].prediction
     if prediction is None or not result.ended:
         return prediction
-    return shortened(prediction, epochs=result.epochs, of=first.spec.train.epochs_at_most)
+    return shortened(prediction, epochs=result.epochs, of=first_task.spec.train.epochs_at_most)
 
 
-def _parts(training: TrainingRun, seconds: float) -> TimeParts:
+def _time_parts(training: TrainingRun, seconds: float) -> TimeParts:
     """Return where the seconds of a training went, by the rows that its newest checkpoint holds; the rest is what is left."""
     rows, tuning = list(training.metrics()), training.tuning()
     steps = [row for row in rows if row["kind"] == "step"]

@@ -16,51 +16,57 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation
-from tula_cli.cluster.attempt import RunningAttempt, close_attempt, closed, deadline, open_attempt
+from tula_cli.cluster.attempt import RunningAttempt, close_attempt, close_record, job_deadline, open_attempt
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.group import RankSpawner
 from tula_cli.cluster.local import machine_ticket
-from tula_cli.cluster.rank_start import first_rank, rendezvous, runs_script, world_size
+from tula_cli.cluster.rank_start import first_rank, rendezvous_address, runs_script, world_size
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
-    COUNTED,
-    RESTARTS,
-    UNWRITTEN,
-    blamed,
-    leaves_allocation,
-    lost_in,
-    newest,
+    COUNTED_OUTCOMES,
+    MAX_RESTARTS,
+    UNRECORDED_OUTCOMES,
+    count_lost,
+    describe_no_progress,
+    is_over,
+    needs_new_allocation,
+    newest_task,
     next_task,
-    no_progress,
-    over,
+    reconsider_reason,
     write_summary,
 )
 from tula_cli.cluster.scheduling.chains import start_delay
-from tula_cli.cluster.scheduling.protocol import DelaysJobs, Scheduler, exclude
-from tula_cli.cluster.scripts.settle import leader_command, require_resumable, settled, take_up
+from tula_cli.cluster.scheduling.protocol import DelaysJobs, Scheduler, exclude_nodes
+from tula_cli.cluster.scripts.settle import leader_command, recover_lost_attempt, require_resumable, settle_attempt
 from tula_cli.cluster.slurm import sbatch
-from tula_cli.cluster.stopping.full_disk import held, with_room
-from tula_cli.cluster.stopping.last_words import failure, keep_traceback, named, reason_of, told_by_supervisors
+from tula_cli.cluster.stopping.full_disk import hold_chain, resume_with_space
+from tula_cli.cluster.stopping.last_words import (
+    failure_of_follower,
+    keep_traceback,
+    reason_by_supervisors,
+    reason_of_error,
+    record_supervisor_failure,
+)
 from tula_cli.cluster.stopping.other_format import require_known_format
-from tula_cli.cluster.stopping.repeated import AT_ONCE, again_at_once
-from tula_cli.cluster.watching.job_exports import exporting
-from tula_cli.cluster.watching.lookout import Lookout
+from tula_cli.cluster.stopping.repeated import MAX_SECONDS, describe_crash_loop
+from tula_cli.cluster.watching.job_exports import export_meanwhile
+from tula_cli.cluster.watching.lookout import ChangeWatcher
 from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.leftovers import MARK, GpuMemory, mark
+from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import node_name
-from tula_cli.host.processes import started
+from tula_cli.host.processes import start_time
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import hold
+from tula_cli.run.files import pin_run
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.run.storage import reserve
 
-PAUSE, LONGEST_PAUSE = 5.0, 300.0
+FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
 """Seconds before new processes after a failure of the storage or a limit of the host: the first pause, and the longest."""
-PAUSED = tuple(outcome for outcome, kind in FAILURE_KINDS.items() if kind.follows in ("paused", "outwaited"))
+PAUSED_OUTCOMES = tuple(outcome for outcome, kind in FAILURE_KINDS.items() if kind.follows in ("paused", "outwaited"))
 NFS_LAG = 60.0
 """Seconds by which a file may appear later than another one that was written after it."""
 
@@ -77,16 +83,16 @@ def supervise(
         scheduler: whose job this is; None: SLURM's, or this machine's.
     """
     try:
-        hold(path)
+        pin_run(path)
         allocation = Allocation.from_environment(environ, scheduler)
         require_known_format(path, allocation)
-        allocation.environ = {**environ, MARK: mark(path, task_id, allocation.id, allocation.index)}
+        allocation.environ = {**environ, MARK_VARIABLE: make_mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
         with (
-            named(supervisor.run, lambda error: supervisor.died(error, task_id)),
+            record_supervisor_failure(supervisor.run, lambda error: supervisor.record_own_failure(error, task_id)),
             contextlib.closing(supervisor.spawner),
             contextlib.closing(supervisor.lookout),
-            exporting(supervisor.run, task_id, environ, leader=allocation.leader),
+            export_meanwhile(supervisor.run, task_id, environ, leader=allocation.is_leader),
         ):
             supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
@@ -108,15 +114,15 @@ class Supervisor:
     since: float = field(default_factory=time.time)
     spawner: RankSpawner = field(init=False)
     memory: GpuMemory = field(default_factory=GpuMemory)
-    lookout: Lookout = field(init=False)
+    lookout: ChangeWatcher = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
     _under_way: tuple[Task, Attempt] | None = None
     _prompt: str = ""  # the next job of the chain, once its delay is ended
     _ticket: TicketHolder | None = None  # of a job on this machine
 
     def __post_init__(self) -> None:
-        self.lookout = Lookout(self.run.path, self.allocation)
-        self.spawner = RankSpawner(RankOutput.of(self.allocation))
+        self.lookout = ChangeWatcher(self.run.path, self.allocation)
+        self.spawner = RankSpawner(RankOutput.of_allocation(self.allocation))
 
     def supervise(self, task_id: str) -> None:
         """Run a task, and what follows from it, to the end.
@@ -124,44 +130,46 @@ class Supervisor:
         Raises:
             TulaError: the run directory cannot be written, or shows only a part of what others have written.
         """
-        if self.allocation.local:
-            self._await_rehearsal(newest(self.run, task_id))
-            with machine_ticket(self.run, self._packed(task_id)) as self._ticket:
-                self._lead(task_id)
+        if self.allocation.is_local:
+            self._await_resume_test(newest_task(self.run, task_id))
+            with machine_ticket(self.run, self._packed_tasks(task_id)) as self._ticket:
+                self._lead_job(task_id)
             return
         self.allocation.termination.listen()
-        if self.allocation.leader:
+        if self.allocation.is_leader:
             self.allocation.ends_at = self.allocation.scheduler.ends_at(self.allocation.job_id, self.allocation.environ)
-            self._lead(task_id)
+            self._lead_job(task_id)
         else:
             self.follow()
 
-    def died(self, error: Exception, task_id: str) -> None:
+    def record_own_failure(self, error: Exception, task_id: str) -> None:
         """Write down what has failed in this supervisor itself, so that nobody takes it for one that was killed."""
         reserve.give_up(self.run.path)
-        task, attempt = self._under_way or (newest(self.run, task_id), None)
-        reason = reason_of(error, self.run, task)
-        if reason.outcome == "storage" and self._prompt and time.time() < self.since + AT_ONCE:
+        task, attempt = self._under_way or (newest_task(self.run, task_id), None)
+        reason = reason_of_error(error, self.run, task)
+        if reason.outcome == "storage" and self._prompt and time.time() < self.since + MAX_SECONDS:
             self._delay(self._prompt, start_delay(2))  # it would start at once, and end like this one
-        if not self.allocation.leader:
+        if not self.allocation.is_leader:
             if attempt is not None:
-                self.run.write_failure(failure(task, attempt, first_rank(self.allocation, task), reason, error))
+                self.run.write_failure(
+                    failure_of_follower(task, attempt, first_rank(self.allocation, task), reason, error)
+                )
             return
         attempt = attempt or open_attempt(self.run, self.allocation, task)
         keep_traceback(self.run, attempt, self.allocation.index, error)
         if isinstance(task, ProbeTask):  # or it would be said to run
-            next_task(self.run, task, reason, RESTARTS + 1)
-        close_attempt(self.run, attempt, self._considered(task, attempt, reason, self._without_progress(task)))
+            next_task(self.run, task, reason, MAX_RESTARTS + 1)
+        close_attempt(self.run, attempt, self._reconsider(task, attempt, reason, self._attempts_without_progress(task)))
 
-    def _await_rehearsal(self, task: Task) -> None:
+    def _await_resume_test(self, task: Task) -> None:
         """Wait for the rehearsal that a training on this machine comes after; a scheduler sees to that by itself."""
         job = self.run.job(task.after) if isinstance(task, TrainTask) and task.after else None
-        while job is not None and started(int(job.scheduler_id)) == job.process_started:
-            if self.run.cancelled(task.job):
+        while job is not None and start_time(int(job.scheduler_id)) == job.process_started:
+            if self.run.is_cancelled(task.job):
                 return
             time.sleep(POLL)
 
-    def _attempt(self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float) -> RunningAttempt:
+    def _running_attempt(self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float) -> RunningAttempt:
         if command.rehearsal is not None:
             ends = min(ends, time.monotonic() + command.rehearsal.seconds)
         return RunningAttempt(
@@ -170,27 +178,31 @@ class Supervisor:
 
     # --- the leader
 
-    def _lead(self, task_id: str) -> None:
+    def _lead_job(self, task_id: str) -> None:
         """Start attempt after attempt until the job is over, telling the followers each time."""
-        for first in self._packed(task_id):
+        for first_task in self._packed_tasks(task_id):
             if self.allocation.termination.received:
                 break
-            self._lead_task(first)
-        self._tell(LeaderCommand(task=None))
+            self._lead_task(first_task)
+        self._write_command(LeaderCommand(task=None))
 
-    def _packed(self, task_id: str) -> list[Task]:
+    def _packed_tasks(self, task_id: str) -> list[Task]:
         """Return the task and those that share its allocation (search.packing: single)."""
-        first = newest(self.run, task_id)
-        others = [newest(self.run, other) for other in first.then] if isinstance(first, ProbeTask) else []
-        return [first, *others]
+        first_task = newest_task(self.run, task_id)
+        packed = (
+            [newest_task(self.run, other_id) for other_id in first_task.then]
+            if isinstance(first_task, ProbeTask)
+            else []
+        )
+        return [first_task, *packed]
 
-    def _lead_task(self, first: Task) -> None:
-        self._end_delay(self._later_links(first))
-        ends = deadline(first)
-        task = self._take_up(first)
-        while task is not None and not over(self.run, task):
-            if isinstance(task, TrainTask) and task.stages and not self.allocation.holds(task.nodes):
-                self._give_back(task)
+    def _lead_task(self, first_task: Task) -> None:
+        self._end_delay(self._later_links(first_task))
+        ends = job_deadline(first_task)
+        task = self._resume_from_links(first_task)
+        while task is not None and not is_over(self.run, task):
+            if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
+                self._release_small_links(task)
                 return  # the first link with as many nodes goes on
             reserve.keep(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
@@ -198,7 +210,7 @@ class Supervisor:
             self._under_way = (task, attempt)
             try:
                 require_resumable(self.run, task)
-                ranks, meeting = world_size(task), rendezvous(task)
+                ranks, meeting = world_size(task), rendezvous_address(task)
             except JobFailed as error:
                 reason = ExitReason("user", f"{error.message}; {error.hint}", host=node_name())
                 next_task(self.run, task, reason, 0)
@@ -206,31 +218,37 @@ class Supervisor:
                 self._under_way = None
                 break
             command = leader_command(self.run, task, attempt=attempt.number, ranks=ranks, meeting=meeting)
-            self._tell(command)
-            running = self._attempt(task, attempt, command, ends)
-            before = self._without_progress(task)
-            reason = settled(self.run, task, command, running.reason_by_scheduler(running.until_exit()))
-            reason = self._reached(task, attempt, reason)
-            reason = self._considered(task, attempt, blamed(self.run, task, attempt, reason, before), before)
-            ended = self._allocation_ended(reason)
-            lost = lost_in(before, reason.outcome, self.allocation.id) + (reason.outcome in COUNTED)
-            following = None if ended or reason.final else next_task(self.run, task, self._avoided(task, reason), lost)
+            self._write_command(command)
+            running = self._running_attempt(task, attempt, command, ends)
+            earlier = self._attempts_without_progress(task)
+            reason = settle_attempt(self.run, task, command, running.reason_by_scheduler(running.run_to_exit()))
+            reason = self._add_samples_reached(task, attempt, reason)
+            reason = self._reconsider(
+                task, attempt, reconsider_reason(self.run, task, attempt, reason, earlier), earlier
+            )
+            allocation_ended = self._allocation_ended(reason)
+            lost = count_lost(earlier, reason.outcome, self.allocation.id) + (reason.outcome in COUNTED_OUTCOMES)
+            following = (
+                None
+                if allocation_ended or reason.final
+                else next_task(self.run, task, self._exclude_faulty_nodes(task, reason), lost)
+            )
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, self._with_trainings(attempt), reason)
             self._under_way = None
             elsewhere = following is not None and self._goes_elsewhere(task, reason)
-            stays = ended or elsewhere or reason.outcome == "disk"
-            if stays and not self.run.cancelled(task.job):
+            stays = allocation_ended or elsewhere or reason.outcome == "disk"
+            if stays and not self.run.is_cancelled(task.job):
                 self._end_delay(self._later_links(task))  # the command line may not have written its id at the start
                 return  # the next link of the chain goes on
-            if following is not None and reason.outcome in PAUSED:
-                self._pause(task, before, reason)
+            if following is not None and reason.outcome in PAUSED_OUTCOMES:
+                self._pause(task, earlier, reason)
             task = following
-        self._conclude(task or first)
+        self._finish_job(task or first_task)
 
     def _with_trainings(self, attempt: Attempt) -> Attempt:
         """Return a probe's attempt with the trainings of this user that use its GPUs or cores now, which is written down."""
-        trainings = self._ticket.trainings() if self._ticket is not None and self._ticket.measures else []
+        trainings = self._ticket.conflicting_trainings() if self._ticket is not None and self._ticket.measures else []
         names = tuple(dict.fromkeys([*attempt.disturbed_by, *(training.holder for training in trainings)]))
         if names == attempt.disturbed_by:
             return attempt
@@ -238,34 +256,37 @@ class Supervisor:
         self.run.write_attempt(disturbed)
         return disturbed
 
-    def _considered(self, task: Task, attempt: Attempt, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:
+    def _reconsider(self, task: Task, attempt: Attempt, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
         """Return why an attempt ended, where the chain has to stop with what was done about that."""
         if reason.outcome == "disk":
             reserve.give_up(self.run.path)  # to write that down
-            return held(reason, self._later_links(task), self.allocation.scheduler)
+            return hold_chain(reason, self._later_links(task), self.allocation.scheduler)
         if not isinstance(task, TrainTask):
             return reason
         if reason.outcome == "storage":
-            return self._outwaited(task, reason, before)
+            return self._delay_next_job(task, reason, earlier)
         if reason.outcome == "user" and not reason.final and self._may_be_passing(task, attempt, reason):
-            again = "the training had made progress, so it is tried once more"
-            return dataclasses.replace(reason, message=f"{reason.message}; {again}", once_more=True)
-        ended = [*(one for one in before if one.ended_at is not None), closed(attempt, reason)]
-        why = again_at_once(ended, self.run.training(task.signature).progress())
+            explanation = "the training had made progress, so it is tried once more"
+            return dataclasses.replace(reason, message=f"{reason.message}; {explanation}", once_more=True)
+        ended_attempts = [
+            *(attempt_ for attempt_ in earlier if attempt_.ended_at is not None),
+            close_record(attempt, reason),
+        ]
+        why = describe_crash_loop(ended_attempts, self.run.training(task.signature).progress())
         return dataclasses.replace(reason, message=f"{reason.message}; {why}", final=True) if why else reason
 
-    def _outwaited(self, task: TrainTask, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:
+    def _delay_next_job(self, task: TrainTask, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
         """Leave a file system that has failed all attempts of this job to the next one, which starts minutes later."""
-        failed, waiting = lost_in(before, "storage", self.allocation.id) + 1, self._later_links(task)
+        failed, waiting = count_lost(earlier, "storage", self.allocation.id) + 1, self._later_links(task)
         if failed < task.spec.train.max_attempts or not waiting:
             return reason
-        jobs = {attempt.allocation for attempt in before if attempt.outcome == "storage"} | {self.allocation.id}
+        jobs = {attempt.allocation for attempt in earlier if attempt.outcome == "storage"} | {self.allocation.id}
         minutes = start_delay(len(jobs) + 1)
         complaint = self._delay(waiting[0], minutes)
-        words = f"could not be delayed: {complaint}" if complaint else f"starts in {minutes} min at the earliest"
-        return dataclasses.replace(reason, message=f"{reason.message}; job {waiting[0]} {words}", once_more=True)
+        result = f"could not be delayed: {complaint}" if complaint else f"starts in {minutes} min at the earliest"
+        return dataclasses.replace(reason, message=f"{reason.message}; job {waiting[0]} {result}", once_more=True)
 
-    def _reached(self, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
+    def _add_samples_reached(self, task: Task, attempt: Attempt, reason: ExitReason) -> ExitReason:
         """Return the reason with the samples trained by then; that of a script knows them already."""
         if not isinstance(task, TrainTask) or runs_script(task):
             return reason
@@ -278,25 +299,27 @@ class Supervisor:
         progress = self.run.training(task.signature).progress()
         stepped = reason.reached is not None or progress != attempt.progress
         since = [
-            other
-            for other in self._without_progress(task)
-            if (other.task, other.number) != (attempt.task, attempt.number)
+            attempt_
+            for attempt_ in self._attempts_without_progress(task)
+            if (attempt_.task, attempt_.number) != (attempt.task, attempt.number)
         ]
-        return stepped and all(other.outcome != "user" for other in since)
+        return stepped and all(attempt_.outcome != "user" for attempt_ in since)
 
     def _goes_elsewhere(self, task: Task, reason: ExitReason) -> bool:
         """Return whether the next attempt is another allocation's."""
-        return leaves_allocation(reason.outcome, task.spec.cluster) or (
+        return needs_new_allocation(reason.outcome, task.spec.cluster) or (
             reason.once_more and bool(self._later_links(task))
         )
 
-    def _pause(self, task: Task, before: Sequence[Attempt], reason: ExitReason) -> None:
+    def _pause(self, task: Task, earlier: Sequence[Attempt], reason: ExitReason) -> None:
         """Wait before new processes start on a file system or a node that has just refused something, longer each time."""
         refused = sum(
-            (attempt.outcome, attempt.allocation) == (reason.outcome, self.allocation.id) for attempt in before
+            (attempt.outcome, attempt.allocation) == (reason.outcome, self.allocation.id) for attempt in earlier
         )
-        until = time.monotonic() + min(PAUSE * 4**refused, LONGEST_PAUSE)
-        while time.monotonic() < until and not (self.allocation.termination.received or self.run.cancelled(task.job)):
+        deadline = time.monotonic() + min(FIRST_PAUSE * 4**refused, MAX_PAUSE)
+        while time.monotonic() < deadline and not (
+            self.allocation.termination.received or self.run.is_cancelled(task.job)
+        ):
             time.sleep(POLL)
 
     def _allocation_ended(self, reason: ExitReason) -> bool:
@@ -304,18 +327,18 @@ class Supervisor:
         terminated = reason.outcome is not None and self.allocation.termination.received
         return terminated or reason.outcome in ALLOCATION_LOST
 
-    def _avoided(self, task: Task, reason: ExitReason) -> ExitReason:
+    def _exclude_faulty_nodes(self, task: Task, reason: ExitReason) -> ExitReason:
         """Let the next links of a chain run on other nodes than a faulty one; return the reason with what was done."""
-        faulty = reason.outcome == "device_fault" and leaves_allocation(reason.outcome, task.spec.cluster)
+        faulty = reason.outcome == "device_fault" and needs_new_allocation(reason.outcome, task.spec.cluster)
         if not (faulty and isinstance(task, TrainTask)):
             return reason
         waiting = self._later_links(task)
-        nodes = sbatch.excluded(self.run, task, also=reason.host)
-        complaint = exclude(self.allocation.scheduler, waiting, nodes)
-        told = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
-        return dataclasses.replace(reason, message=f"{reason.words}; {told}", host="")
+        nodes = sbatch.excluded_nodes(self.run, task, also=reason.host)
+        complaint = exclude_nodes(self.allocation.scheduler, waiting, nodes)
+        result = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
+        return dataclasses.replace(reason, message=f"{reason.description}; {result}", host="")
 
-    def _give_back(self, task: Task) -> None:
+    def _release_small_links(self, task: Task) -> None:
         """Take links that have too few nodes for what is left out of the queue; one that starts all the same ends at once."""
         job = self._own_job(task)
         if job is not None:
@@ -324,7 +347,7 @@ class Supervisor:
             self._prompt = ""  # another job of the chain is the next one now
             self._end_delay(large_enough)
             too_small = [link for link in waiting if link not in large_enough]
-            self._release(job, too_small, f"the training now needs {task.nodes} nodes")
+            self._release_links(job, too_small, f"the training now needs {task.nodes} nodes")
 
     def _end_delay(self, waiting: Sequence[str]) -> None:
         """Let the next job of the chain start as soon as this one is over: the delay is for jobs that never start tula."""
@@ -347,7 +370,7 @@ class Supervisor:
         job = self._own_job(task)
         return () if job is None else job.links[job.links.index(self.allocation.job_id) + 1 :]
 
-    def _conclude(self, task: Task) -> None:
+    def _finish_job(self, task: Task) -> None:
         """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
         if not isinstance(task, TrainTask):
             return
@@ -357,17 +380,17 @@ class Supervisor:
         job = self._own_job(task)
         if job is not None:
             why = "the training is finished" if training.result() else "they would end in the same way"
-            self._release(job, [link for link in job.links if link != self.allocation.job_id], why)
+            self._release_links(job, [link for link in job.links if link != self.allocation.job_id], why)
 
-    def _release(self, job: Job, links: Sequence[str], why: str) -> None:
+    def _release_links(self, job: Job, links: Sequence[str], why: str) -> None:
         """Take jobs of the chain out of the queue; what has run already is over for the scheduler too."""
         waiting = [link for link in links if job.links.index(link) > job.links.index(self.allocation.job_id)]
-        if waiting and not self.run.cancelled(job.id):
+        if waiting and not self.run.is_cancelled(job.id):
             with contextlib.suppress(OSError):  # the jobs are cancelled all the same
                 self.run.note_released(job.id, waiting, why)
         self.allocation.scheduler.cancel(links)
 
-    def _tell(self, command: LeaderCommand) -> None:
+    def _write_command(self, command: LeaderCommand) -> None:
         number = next(self._numbers)
         if self.allocation.count > 1:
             self.run.write_leader_command(self.allocation.id, number, command)
@@ -384,22 +407,22 @@ class Supervisor:
         """
         deadlines: dict[str, float] = {}
         for number in itertools.count():
-            self.lookout.again()
-            while not self.lookout.due() or (command := self.run.leader_command(self.allocation.id, number)) is None:
+            self.lookout.force_check()
+            while not self.lookout.is_due() or (command := self.run.leader_command(self.allocation.id, number)) is None:
                 if self.allocation.termination.received:
                     return
                 self.lookout.pause()
             if command.task is None:
                 return
-            task, attempt = self._subject(command.task, command.attempt)
+            task, attempt = self._read_subject(command.task, command.attempt)
             if first_rank(self.allocation, task) >= command.ranks:
                 continue  # a smaller number of nodes is being measured
-            ends = deadlines.setdefault(task.id, deadline(task))
+            ends = deadlines.setdefault(task.id, job_deadline(task))
             self._under_way = (task, attempt)
-            self._attempt(task, attempt, command, ends).until_exit()
+            self._running_attempt(task, attempt, command, ends).run_to_exit()
             self._under_way = None
 
-    def _subject(self, task_id: str, number: int) -> tuple[Task, Attempt]:
+    def _read_subject(self, task_id: str, number: int) -> tuple[Task, Attempt]:
         """Return task and attempt of a command: written before it, but NFS may show the command first.
 
         Raises:
@@ -416,39 +439,41 @@ class Supervisor:
 
     # --- after earlier allocations
 
-    def _take_up(self, task: Task) -> Task | None:
+    def _resume_from_links(self, task: Task) -> Task | None:
         """Continue where earlier links of the chain have left a training; None where they say that it is over."""
         self._close_lost(task)
         if not isinstance(task, TrainTask):
             return task
         job = self._own_job(task)
-        if job is not None and self._predecessor_cancelled(job, task):
+        if job is not None and self._is_predecessor_cancelled(job, task):
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
-        earlier = self._of_submission(task)
+        earlier = self._attempts_of_submission(task)
         if not earlier or earlier[-1].task != task.id:
             return task  # the first of this submission, or its relaunch is written already
-        last = self._corrected(earlier[-1])
-        if last.outcome == "cancelled" and not self.allocation.local:
+        last_attempt = self._correct_end(earlier[-1])
+        if last_attempt.outcome == "cancelled" and not self.allocation.is_local:
             self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
         progress, setting = self.run.training(task.signature).progress(), task.spec.cluster.minutes_setting
-        if why := no_progress(earlier, progress, task.spec.train.max_attempts, setting):
-            self.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
+        if why := describe_no_progress(earlier, progress, task.spec.train.max_attempts, setting):
+            self.run.write_attempt(last_attempt.model_copy(update={"message": f"{last_attempt.message}; {why}"}))
             return None
-        if last.outcome == "disk":
-            return with_room(self.run, task, last)
-        if last.outcome not in UNWRITTEN or again_at_once(earlier, progress):
+        if last_attempt.outcome == "disk":
+            return resume_with_space(self.run, task, last_attempt)
+        if last_attempt.outcome not in UNRECORDED_OUTCOMES or describe_crash_loop(earlier, progress):
             return None
-        lost = lost_in(self._without_progress(task), last.outcome, self.allocation.id)
-        return next_task(self.run, task, ExitReason(last.outcome, last.message, host=last.host), lost)
+        lost = count_lost(self._attempts_without_progress(task), last_attempt.outcome, self.allocation.id)
+        return next_task(
+            self.run, task, ExitReason(last_attempt.outcome, last_attempt.message, host=last_attempt.host), lost
+        )
 
-    def _corrected(self, last: Attempt) -> Attempt:
+    def _correct_end(self, last_attempt: Attempt) -> Attempt:
         """Return an attempt with why its allocation was ended, where its own supervisor could not tell yet."""
-        if last.outcome != "signal" or last.allocation in ("", self.allocation.id):
-            return last
-        reason = self.allocation.termination_reason(last.allocation)
+        if last_attempt.outcome != "signal" or last_attempt.allocation in ("", self.allocation.id):
+            return last_attempt
+        reason = self.allocation.termination_reason(last_attempt.allocation)
         if reason.outcome == "signal":
-            return last
-        corrected = last.model_copy(update={"outcome": reason.outcome, "message": reason.message})
+            return last_attempt
+        corrected = last_attempt.model_copy(update={"outcome": reason.outcome, "message": reason.message})
         self.run.write_attempt(corrected)
         return corrected
 
@@ -457,30 +482,30 @@ class Supervisor:
         job = self.run.job(task.job)
         return job if job is not None and self.allocation.job_id in job.links else None
 
-    def _predecessor_cancelled(self, job: Job, task: Task) -> bool:
+    def _is_predecessor_cancelled(self, job: Job, task: Task) -> bool:
         """Return whether the user has ended the link before this one (scancel, say): it stays ended.
 
         Links of an earlier stage, with fewer nodes, were taken out of the queue when that was over.
         """
         earlier = job.links[: job.links.index(self.allocation.job_id)]
-        before = [link for link in earlier if job.nodes_of(link) >= task.nodes]
-        return bool(before) and self.allocation.scheduler.ended_how(before[-1]) == "cancelled"
+        predecessors = [link for link in earlier if job.nodes_of(link) >= task.nodes]
+        return bool(predecessors) and self.allocation.scheduler.ended_how(predecessors[-1]) == "cancelled"
 
-    def _of_submission(self, task: TrainTask) -> list[Attempt]:
+    def _attempts_of_submission(self, task: TrainTask) -> list[Attempt]:
         """Return the attempts of earlier links of this submission; the user's new submission begins anew."""
         attempts = self.run.training(task.signature).attempts()
-        if self.allocation.local:
+        if self.allocation.is_local:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
         job = self._own_job(task)
         links = job.links if job is not None else (self.allocation.job_id,)
         return [attempt for attempt in attempts if attempt.job_id in links]
 
-    def _without_progress(self, task: Task) -> list[Attempt]:
+    def _attempts_without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far, of a training those since which nothing more has been saved."""
         if not isinstance(task, TrainTask):
             return [attempt for attempt in self.run.attempts(task.id) if attempt.started_at >= self.since]
         progress = self.run.training(task.signature).progress()
-        return [attempt for attempt in self._of_submission(task) if attempt.progress == progress]
+        return [attempt for attempt in self._attempts_of_submission(task) if attempt.progress == progress]
 
     def _close_lost(self, task: Task) -> None:
         """Close attempts whose supervisor was killed: at their log's last sign of life, as the scheduler tells it."""
@@ -489,11 +514,11 @@ class Supervisor:
         for lost in attempts:
             if lost.ended_at is not None:
                 continue
-            take_up(run, lost)
+            recover_lost_attempt(run, lost)
             log = run.log_path(lost.task, lost.number)
-            ended = log.stat().st_mtime if log.exists() else lost.started_at
+            ended_at = log.stat().st_mtime if log.exists() else lost.started_at
             killed = ExitReason("signal", "its supervisor was killed")
             reason = self.allocation.termination_reason(lost.allocation) if lost.allocation else killed
-            reason = (told_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
-            update = {"ended_at": ended, "outcome": reason.outcome, "message": reason.message}
+            reason = (reason_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
+            update = {"ended_at": ended_at, "outcome": reason.outcome, "message": reason.message}
             run.write_attempt(lost.model_copy(update=update))

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-SHARED = Path("/dev/shm")
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -17,43 +17,43 @@ def machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP)
         membership: the groups of this process, a line each: "0::/path", of version 1 "number:controllers:/path".
     """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([total, *_limits(groups, membership)])
+    return min([total, *_cgroup_limits(groups, membership)])
 
 
-def _limits(groups: Path, membership: Path) -> Iterator[int]:
+def _cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
     """Yield the limit of each group that the process is in, and of those around it."""
-    own = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # what a container sees of its own
-    for line in (_text(membership) or "").splitlines():
+    limit_files = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # what a container sees of its own
+    for line in (_read_text(membership) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            own += [groups / inner / "memory.max" for inner in _upwards(path)]
+            limit_files += [groups / inner / "memory.max" for inner in _with_parents(path)]
         elif "memory" in controllers.split(","):
-            own += [groups / "memory" / inner / "memory.limit_in_bytes" for inner in _upwards(path)]
-    for file in dict.fromkeys(own):
-        text = _text(file)
+            limit_files += [groups / "memory" / inner / "memory.limit_in_bytes" for inner in _with_parents(path)]
+    for file in dict.fromkeys(limit_files):
+        text = _read_text(file)
         if text is not None and text.isdigit():
             yield int(text)
 
 
-def _upwards(path: str) -> list[PurePosixPath]:
+def _with_parents(path: str) -> list[PurePosixPath]:
     inner = PurePosixPath(path.lstrip("/"))
     return [inner, *inner.parents]
 
 
-def _text(file: Path) -> str | None:
+def _read_text(file: Path) -> str | None:
     try:
         return file.read_text(encoding="utf-8").strip()
     except OSError:
         return None
 
 
-def shared_memory(folder: Path = SHARED) -> int | None:
+def shared_memory(folder: Path = SHARED_MEMORY_FOLDER) -> int | None:
     """Return the free bytes of /dev/shm, where processes hand batches over; None where there is none.
 
     Half of the memory on most machines, 64 MiB in a container that was started without more.
     """
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize
+    return status.f_bavail * status.f_frsize

@@ -7,43 +7,45 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tula_cli.host.processes import PROC, run_command
+from tula_cli.host.processes import PROC_FOLDER, run_command
 
-PRESENCE = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+GPU_DRIVER_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """What shows that a node has GPUs to compute on: NVIDIA's driver, AMD's, and Windows' under WSL."""
 DEVICE_FILES = [r"/dev/nvidia[^/]*", r"/dev/kfd", r"/dev/dri/.*"]
 """What a process has open that computes on a GPU: the driver keeps its memory until the last copy is closed."""
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables that list the GPUs which a process is to see: NVIDIA's the first, AMD's all three."""
 DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
 """Where NVIDIA's driver has a file a GPU, and AMD's a folder a processor or GPU."""
-PATIENCE = 20.0
+NVIDIA_SMI_TIMEOUT = 20.0
 """Seconds that nvidia-smi may take; on a node with many GPUs and without its persistence daemon that is long."""
 
 
 def has_gpu() -> bool:
     """Return whether the driver of a GPU is at work here."""
-    return any(Path(name).exists() for name in PRESENCE)
+    return any(Path(name).exists() for name in GPU_DRIVER_FILES)
 
 
-def count() -> int:
+def gpu_count() -> int:
     """Return how many GPUs there are to compute on here, as far as their drivers tell; no library is asked.
 
-    The variables in `VISIBLE` hold; without a driver's files there is none.
+    The variables in `VISIBILITY_VARIABLES` hold; without a driver's files there is none.
     """
-    return len(visible())
+    return len(visible_gpus())
 
 
-def visible() -> list[str]:
-    """Return the GPUs to compute on here in their order: the drivers' numbers, or what the variables in `VISIBLE` name."""
+def visible_gpus() -> list[str]:
+    """Return the GPUs to compute on here in their order: the drivers' numbers, or what the variables in `VISIBILITY_VARIABLES` name."""
     if not has_gpu():
         return []
     nvidia = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     amd = [path for path in KFD.glob("*/gpu_id") if path.read_text(encoding="ascii").strip() not in ("", "0")]
-    there = len(nvidia) or len(amd)
-    gpus = [str(number) for number in range(there)] if there else None  # None: a driver that lists none, as under WSL
-    for name in _lists(nvidia=bool(nvidia)):
-        gpus = _selected(os.environ[name], gpus)
+    gpu_total = len(nvidia) or len(amd)
+    gpus = (
+        [str(number) for number in range(gpu_total)] if gpu_total else None
+    )  # None: a driver that lists none, as under WSL
+    for name in _visibility_variables(nvidia=bool(nvidia)):
+        gpus = _select_gpus(os.environ[name], gpus)
     return ["0"] if gpus is None else gpus
 
 
@@ -52,7 +54,7 @@ def lock_names(ranks: int) -> list[str]:
 
     UUIDs, as far as nvidia-smi reports them; else numbers.
     """
-    gpus = visible()
+    gpus = visible_gpus()
     if not gpus:
         return []
     rows = [row for row in _nvidia_smi("--query-gpu=index,uuid,name") if len(row) == 3]
@@ -66,7 +68,7 @@ def lock_names(ranks: int) -> list[str]:
     return [uuids.get(gpu) or next((uuid for uuid in uuids.values() if uuid.startswith(gpu)), gpu) for gpu in used]
 
 
-def _lists(*, nvidia: bool) -> list[str]:
+def _visibility_variables(*, nvidia: bool) -> list[str]:
     """Return the variables that hide GPUs here, in the order in which they do.
 
     AMD's driver goes by ROCR_VISIBLE_DEVICES; HIP numbers what that leaves anew, and goes by HIP_VISIBLE_DEVICES, or else
@@ -77,17 +79,17 @@ def _lists(*, nvidia: bool) -> list[str]:
     return [name for name in names if name in os.environ]
 
 
-def _selected(listed: str, there: Sequence[str] | None) -> list[str]:
+def _select_gpus(listed: str, available: Sequence[str] | None) -> list[str]:
     """Return the GPUs that a list leaves of those `there`; the first that is none of them ends it (-1, SLURM's NoDevFiles)."""
     selected: list[str] = []
     for entry in map(str.strip, listed.split(",")):
-        if entry.isdecimal() and (there is None or int(entry) < len(there)):
-            selected.append(entry if there is None else there[int(entry)])
+        if entry.isdecimal() and (available is None or int(entry) < len(available)):
+            selected.append(entry if available is None else available[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")):
             selected.append(entry)
         else:
             break
-    return selected if there is None else selected[: len(there)]
+    return selected if available is None else selected[: len(available)]
 
 
 def close_inherited() -> None:
@@ -98,17 +100,19 @@ def close_inherited() -> None:
                 os.close(int(link.name))
 
 
-def holders() -> dict[int, str]:
+def device_holders() -> dict[int, str]:
     """Return the processes that have a device file open, with their names; only those that this user may look into."""
-    found = {}
-    for process in (entry for entry in PROC.iterdir() if entry.name.isdigit()):
+    names_by_pid = {}
+    for process in (entry for entry in PROC_FOLDER.iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):  # another user's, or it has ended
             if any(_is_device(link) for link in (process / "fd").iterdir()):
-                found[int(process.name)] = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
-    return found
+                names_by_pid[int(process.name)] = (
+                    (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+                )
+    return names_by_pid
 
 
-def used_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
+def used_gpu_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
     """Return the bytes in use of each GPU, as nvidia-smi tells; empty where there is none.
 
     Args:
@@ -119,11 +123,11 @@ def used_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
     return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in rows}
 
 
-def told_holders() -> list[str]:
+def describe_holders() -> list[str]:
     """Say which processes hold GPUs: nvidia-smi's list, else those with a device file open."""
     if rows := _nvidia_smi("--query-compute-apps=pid,used_memory,process_name"):
         return [f"pid {row[0]} ({row[2]}, {row[1]} MiB)" for row in rows if len(row) == 3]
-    return [f"pid {pid} ({name})" for pid, name in sorted(holders().items())]
+    return [f"pid {pid} ({name})" for pid, name in sorted(device_holders().items())]
 
 
 def _is_device(link: Path) -> bool:
@@ -138,8 +142,8 @@ def _nvidia_smi(*arguments: str) -> list[list[str]]:
     """Return the rows that nvidia-smi prints; none where there is none, or where it fails or hangs."""
     command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
     try:
-        ended = run_command(command, timeout=PATIENCE)
+        completed = run_command(command, timeout=NVIDIA_SMI_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    lines = ended.stdout.splitlines() if ended.returncode == 0 else []
+    lines = completed.stdout.splitlines() if completed.returncode == 0 else []
     return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]

@@ -75,10 +75,10 @@ class FailureKind:
     names_host: bool = False
     final_if_again: bool = False
 
-    def advised(self, cluster: Cluster, *, script: bool = False) -> str:
+    def advice_for(self, cluster: Cluster, *, script: bool = False) -> str:
         """Return what the user can do, by the settings that the jobs' scheduler has."""
-        words = self.for_script if script and self.for_script else self.advice
-        return words.format(minutes=cluster.minutes_setting, more_memory=cluster.more_memory)
+        advice = self.for_script if script and self.for_script else self.advice
+        return advice.format(minutes=cluster.minutes_setting, more_memory=cluster.more_memory)
 
 
 FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {

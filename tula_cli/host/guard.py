@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from tula_cli.host.processes import adopting
+from tula_cli.host.processes import adopt_orphans
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -25,7 +25,7 @@ def main(command: Sequence[str]) -> int:
         signal.signal(number, _exit)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # elsewhere than on Linux the process group is killed, and no more
-            stack.enter_context(adopting())
+            stack.enter_context(adopt_orphans())
         try:
             code = subprocess.Popen(command).wait()
         finally:

@@ -18,7 +18,7 @@ from typing import Any
 PROGRAM = "tula_cli.host.installed"
 
 
-def versions(modules: Iterable[str]) -> dict[str, Any]:
+def installed_versions(modules: Iterable[str]) -> dict[str, Any]:
     """Return what tells one state of an environment from another.
 
     Args:
@@ -29,28 +29,31 @@ def versions(modules: Iterable[str]) -> dict[str, Any]:
         time (ns) and size of the files that importing it runs first: a package that is installed editable changes without
         another version. A module that is not there has neither.
     """
-    known = _metadata(sys.path)
+    metadata_by_project = _metadata_folders(sys.path)
     return {
         "python": sys.version,
-        **{name: [known.get(_normal(name.partition(".")[0]), []), _files(name)] for name in sorted(set(modules))},
+        **{
+            name: [metadata_by_project.get(_normalized_name(name.partition(".")[0]), []), _file_states(name)]
+            for name in sorted(set(modules))
+        },
     }
 
 
-def _metadata(path: Sequence[str]) -> dict[str, list[str]]:
+def _metadata_folders(path: Sequence[str]) -> dict[str, list[str]]:
     """Return by the names of projects the `.dist-info` and `.egg-info` that python would find."""
-    found: dict[str, list[str]] = {}
+    folders_by_project: dict[str, list[str]] = {}
     for folder in dict.fromkeys(path):
-        for entry in _names(folder):
+        for entry in _project_names(folder):
             if entry.endswith((".dist-info", ".egg-info")):
-                found.setdefault(_normal(entry.partition("-")[0]), []).append(entry)
-    return found
+                folders_by_project.setdefault(_normalized_name(entry.partition("-")[0]), []).append(entry)
+    return folders_by_project
 
 
-def _normal(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).lower()
 
 
-def _names(folder: str) -> list[str]:
+def _project_names(folder: str) -> list[str]:
     try:
         with os.scandir(folder or ".") as entries:
             return sorted(entry.name for entry in entries)
@@ -58,15 +61,15 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-def _files(module: str) -> list[list[int]]:
+def _file_states(module: str) -> list[list[int]]:
     return [[changed.st_mtime_ns, changed.st_size] for file in _origins(module) if (changed := _stat(file))]
 
 
 def _origins(module: str) -> Iterator[str]:
     """Yield the files of a module's packages and its own, outermost first."""
-    top, *rest = module.split(".")
-    spec, name = _spec(top), top
-    for part in [*rest, ""]:
+    top, *inner = module.split(".")
+    spec, name = _find_spec(top), top
+    for part in [*inner, ""]:
         if spec is None:
             return
         if spec.origin is not None:
@@ -75,7 +78,7 @@ def _origins(module: str) -> Iterator[str]:
         spec = PathFinder.find_spec(name, spec.submodule_search_locations) if spec.submodule_search_locations else None
 
 
-def _spec(top: str) -> ModuleSpec | None:
+def _find_spec(top: str) -> ModuleSpec | None:
     try:
         return find_spec(top)
     except (ImportError, ValueError):  # one that was imported in a way that left no trace
@@ -90,4 +93,4 @@ def _stat(file: str) -> os.stat_result | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{json.dumps(versions(sys.argv[1:]))}\n")
+    sys.stdout.write(f"{json.dumps(installed_versions(sys.argv[1:]))}\n")

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
+def hold_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back to the end of the block; a second one goes through at once.
 
     Nothing is held outside the main thread, where Python raises no KeyboardInterrupt, nor where a program handles SIGINT
@@ -17,8 +17,8 @@ def held() -> Iterator[None]:
     Raises:
         KeyboardInterrupt: at the end, where it was pressed meanwhile.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous_handler is not signal.default_int_handler:
         yield
         return
     pressed = False
@@ -33,6 +33,6 @@ def held() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
     if pressed:
         raise KeyboardInterrupt

@@ -16,19 +16,19 @@ import psutil
 
 from tula_cli.host import devices
 
-MARK = "TULA_STARTED_BY"
+MARK_VARIABLE = "TULA_STARTED_BY"
 """The variable by which everything that a supervisor starts is known again."""
 REAP_PATIENCE = 10.0
 """Seconds that killed processes may take to be gone: the driver frees the memory of each first."""
 MEMORY_PATIENCE = 30.0
 """Seconds to wait for the memory of GPUs to be back."""
-SLACK = 64 * 2**20
+MAX_EXTRA_BYTES = 64 * 2**20
 """Bytes that a GPU may have in use more than before the first attempt."""
 POLL = 0.2
 
 
-def mark(run: Path, task: str, allocation: str, index: int) -> str:
-    """Return the value of `MARK`.
+def make_mark(run: Path, task: str, allocation: str, index: int) -> str:
+    """Return the value of `MARK_VARIABLE`.
 
     Args:
         run: the run's directory.
@@ -39,7 +39,7 @@ def mark(run: Path, task: str, allocation: str, index: int) -> str:
     return "|".join((str(run.resolve()), task, allocation, str(index)))
 
 
-def reap(own: str, *, spare: Collection[int] = ()) -> list[int]:
+def kill_leftovers(own_mark: str, *, spare: Collection[int] = ()) -> list[int]:
     """Kill what attempts before this one have left on this node; return the process ids.
 
     Only this user's processes that carry the mark of the same run and task: this supervisor's own, and those of earlier
@@ -49,38 +49,38 @@ def reap(own: str, *, spare: Collection[int] = ()) -> list[int]:
         own: the mark of this supervisor.
         spare: processes that are to live.
     """
-    kept = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
-    found: set[int] = set()
+    spared = {os.getpid(), *spare, *(process.pid for process in psutil.Process().parents())}
+    killed: set[int] = set()
     deadline = time.monotonic() + REAP_PATIENCE
-    while alive := [pid for pid in _left(own) if pid not in kept]:
+    while alive := [pid for pid in _leftover_pids(own_mark) if pid not in spared]:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        found.update(alive)
+        killed.update(alive)
         if time.monotonic() > deadline:
             break
         time.sleep(POLL / 10)
-    return sorted(found)
+    return sorted(killed)
 
 
-def _left(own: str) -> Iterator[int]:
+def _leftover_pids(own_mark: str) -> Iterator[int]:
     """Yield the processes of this run and task that this supervisor or those of earlier allocations have started."""
-    _, _, allocation, index = own.rsplit("|", 3)
-    for pid, (their_allocation, their_index) in _marked(own).items():
+    _, _, allocation, index = own_mark.rsplit("|", 3)
+    for pid, (their_allocation, their_index) in _marked_processes(own_mark).items():
         if their_allocation != allocation or their_index == index:
             yield pid
 
 
-def _marked(own: str) -> dict[int, tuple[str, str]]:
+def _marked_processes(own_mark: str) -> dict[int, tuple[str, str]]:
     """Return this user's living processes that carry the mark of a run and a task: allocation and index of each."""
-    found: dict[int, tuple[str, str]] = {}
-    for pid, value in processes_with_variable(MARK).items():
+    places_by_pid: dict[int, tuple[str, str]] = {}
+    for pid, value in processes_with_variable(MARK_VARIABLE).items():
         if value.count("|") < 3:
             continue
-        *theirs, allocation, index = value.rsplit("|", 3)
-        if theirs == own.rsplit("|", 3)[:2]:
-            found[pid] = (allocation, index)
-    return found
+        *run_and_task, allocation, index = value.rsplit("|", 3)
+        if run_and_task == own_mark.rsplit("|", 3)[:2]:
+            places_by_pid[pid] = (allocation, index)
+    return places_by_pid
 
 
 def processes_with_variable(variable: str) -> dict[int, str]:
@@ -101,7 +101,7 @@ class GpuMemory:
     _used: dict[str, int] | None = None
     _holders: Collection[int] = ()
 
-    def wait_until_back(self, gpus: Sequence[str], own: str, *, give_up: Callable[[], bool]) -> str:
+    def wait_until_back(self, gpus: Sequence[str], own_mark: str, *, give_up: Callable[[], bool]) -> str:
         """Wait until the memory that attempts took is free again; the first call remembers what is in use now.
 
         Args:
@@ -113,23 +113,27 @@ class GpuMemory:
             Who holds it where it is not back in time; empty where it is.
         """
         if self._used is None:
-            self._used, self._holders = devices.used_memory(gpus), frozenset(devices.holders())
+            self._used, self._holders = devices.used_gpu_memory(gpus), frozenset(devices.device_holders())
             return ""
         deadline = time.monotonic() + MEMORY_PATIENCE
-        while missing := self._missing(gpus, own):
+        while missing := self._describe_missing(gpus, own_mark):
             if give_up():
                 return ""
             if time.monotonic() > deadline:
-                return f"{missing}; held by {', '.join(devices.told_holders()) or 'nobody who is to be seen from here'}"
+                return f"{missing}; held by {', '.join(devices.describe_holders()) or 'nobody who is to be seen from here'}"
             time.sleep(POLL)
         return ""
 
-    def _missing(self, gpus: Sequence[str], own: str) -> str:
+    def _describe_missing(self, gpus: Sequence[str], own_mark: str) -> str:
         """Say what is not as it was before the first attempt; empty where everything is."""
-        before = self._used or {}
-        if now := devices.used_memory(gpus):
-            more = {gpu: used - before.get(gpu, 0) for gpu, used in now.items() if used > before.get(gpu, 0) + SLACK}
-            return ", ".join(f"{extra >> 20} MiB of {gpu} are in use still" for gpu, extra in more.items())
+        used_before = self._used or {}
+        if used_now := devices.used_gpu_memory(gpus):
+            extra_bytes = {
+                gpu: used - used_before.get(gpu, 0)
+                for gpu, used in used_now.items()
+                if used > used_before.get(gpu, 0) + MAX_EXTRA_BYTES
+            }
+            return ", ".join(f"{extra >> 20} MiB of {gpu} are in use still" for gpu, extra in extra_bytes.items())
         # Where nothing tells of memory, its holders do; those of this run are by now other supervisors' next ranks.
-        later = sorted(set(devices.holders()) - set(self._holders) - set(_marked(own)))
+        later = sorted(set(devices.device_holders()) - set(self._holders) - set(_marked_processes(own_mark)))
         return f"processes {later} hold GPUs still" if later else ""

@@ -22,7 +22,7 @@ TEMPORARY, RUNTIME = Path("/tmp"), Path("/run/user")
 CORES = Path("/sys/devices/system/cpu")
 
 
-class Untrusted(OSError):
+class UntrustedFolder(OSError):
     """No folder of tickets is this user's alone."""
 
 
@@ -41,7 +41,7 @@ class Ticket:
         return not (self.devices and other.devices) or bool(set(self.devices) & set(other.devices))
 
     def __str__(self) -> str:
-        return f"{self.holder} (process {self.pid}, {device_words(self.devices)})"
+        return f"{self.holder} (process {self.pid}, {describe_devices(self.devices)})"
 
 
 def core_devices() -> list[str]:
@@ -56,14 +56,14 @@ def core_devices() -> list[str]:
     return [f"core {number}" for number in sorted(cores)]
 
 
-def device_words(devices: Collection[str]) -> str:
+def describe_devices(devices: Collection[str]) -> str:
     """Return devices in words: "GPU 0, GPU 1", "cores 0-3"."""
     gpus = [device.replace("gpu", "GPU", 1) for device in devices if device.startswith("gpu ")]
     cores = sorted(int(device.split()[1]) for device in devices if device.startswith("core "))
     return ", ".join([*gpus, *([f"core{'s' * (len(cores) > 1)} {number_ranges(cores)}"] if cores else [])])
 
 
-def folder() -> Path:
+def ticket_folder() -> Path:
     """Return the folder of tickets, which is made if it is not there: under XDG_RUNTIME_DIR, else in /tmp by user id.
 
     Raises:
@@ -73,8 +73,8 @@ def folder() -> Path:
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or RUNTIME / str(user))
     if runtime.is_absolute() and _is_private(runtime):
         with contextlib.suppress(OSError):
-            return _private(runtime / "tula")
-    return _private(TEMPORARY / f"tula-{user}")
+            return _make_private(runtime / "tula")
+    return _make_private(TEMPORARY / f"tula-{user}")
 
 
 def _is_private(path: Path) -> bool:
@@ -85,18 +85,18 @@ def _is_private(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _private(path: Path) -> Path:
+def _make_private(path: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     if not _is_private(path):
-        raise Untrusted(f"{path} is not a folder of this user's alone (mode 0700)")
+        raise UntrustedFolder(f"{path} is not a folder of this user's alone (mode 0700)")
     return path
 
 
 @contextlib.contextmanager
-def _drawing(place: Path) -> Iterator[None]:
+def _draw_lock(folder: Path) -> Iterator[None]:
     """Keep other processes from drawing tickets meanwhile, so that numbers rise in the order of arrival."""
-    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -104,31 +104,31 @@ def _drawing(place: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _numbered(place: Path) -> list[int]:
-    return sorted(int(path.name) for path in place.iterdir() if path.name.isdecimal())
+def _ticket_numbers(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-def tickets() -> list[Ticket]:
+def living_tickets() -> list[Ticket]:
     """Return the tickets of living processes in the order of arrival; none if no folder can be trusted."""
     try:
-        return _living(folder())
+        return _living_tickets(ticket_folder())
     except OSError:
         return []
 
 
-def _living(place: Path) -> list[Ticket]:
+def _living_tickets(folder: Path) -> list[Ticket]:
     """Return the tickets of living processes in a folder.
 
     Raises:
         OSError: they cannot be read, so that nothing is known of who lives.
     """
-    return [ticket for number in _numbered(place) if (ticket := _read(place, number)) is not None]
+    return [ticket for number in _ticket_numbers(folder) if (ticket := _read_ticket(folder, number)) is not None]
 
 
-def _read(place: Path, number: int) -> Ticket | None:
+def _read_ticket(folder: Path, number: int) -> Ticket | None:
     """Return a ticket; None if its process has ended."""
     try:
-        handle = os.open(place / str(number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(folder / str(number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
@@ -161,11 +161,11 @@ class TicketHolder:
         self._draw()
 
     def _draw(self) -> None:
-        self.folder = folder()
+        self.folder = ticket_folder()
         draft = self.folder / f".{os.getpid()}"
-        with _drawing(self.folder):
-            living = {ticket.number for ticket in _living(self.folder)}
-            for number in _numbered(self.folder):
+        with _draw_lock(self.folder):
+            living = {ticket.number for ticket in _living_tickets(self.folder)}
+            for number in _ticket_numbers(self.folder):
                 if number not in living:
                     (self.folder / str(number)).unlink(missing_ok=True)
             self.ticket = Ticket(max(living, default=0) + 1, self.holder, os.getpid(), self.devices, self.measures)
@@ -185,7 +185,7 @@ class TicketHolder:
     def _path(self) -> Path:
         return self.folder / str(self.ticket.number)
 
-    def ahead(self) -> list[Ticket]:
+    def probes_to_wait_for(self) -> list[Ticket]:
         """Return the probes that this one has to wait for, those that measure and those that wait themselves.
 
         Raises:
@@ -194,11 +194,11 @@ class TicketHolder:
         if not self._is_there():  # the session's folder was removed at logout: the others draw anew as well
             self._close_handle()
             self._draw()
-        return probes_ahead(self.ticket, _living(self.folder))
+        return probes_ahead(self.ticket, _living_tickets(self.folder))
 
-    def trainings(self) -> list[Ticket]:
+    def conflicting_trainings(self) -> list[Ticket]:
         """Return the trainings that use a device of this probe now."""
-        return [other for other in tickets() if not other.measures and other.conflicts(self.ticket)]
+        return [ticket for ticket in living_tickets() if not ticket.measures and ticket.conflicts(self.ticket)]
 
     def close(self) -> None:
         """Give the ticket back."""
@@ -222,13 +222,17 @@ class TicketHolder:
 
 def probes_ahead(ticket: Ticket, queue: Collection[Ticket]) -> list[Ticket]:
     """Return the probes of a queue that come before a ticket's and share a device with it."""
-    return [other for other in queue if other.measures and other.number < ticket.number and other.conflicts(ticket)]
+    return [
+        ticket_
+        for ticket_ in queue
+        if ticket_.measures and ticket_.number < ticket.number and ticket_.conflicts(ticket)
+    ]
 
 
-def waiting_words(holder: str) -> str:
+def describe_waiting(holder: str) -> str:
     """Say what a probe waits for and its place in the queue; empty if it waits for nothing."""
-    queue = tickets()
+    queue = living_tickets()
     for ticket in queue:
-        if ticket.holder == holder and ticket.measures and (ahead := probes_ahead(ticket, queue)):
-            return f"waiting for {ahead[0]} to finish measuring; place {len(ahead)} in the queue of this machine"
+        if ticket.holder == holder and ticket.measures and (probes := probes_ahead(ticket, queue)):
+            return f"waiting for {probes[0]} to finish measuring; place {len(probes)} in the queue of this machine"
     return ""

@@ -34,12 +34,12 @@ def own_address(interface: str | None = None) -> str:
         JobFailed: there is no such interface, or it has no address.
     """
     if interface is not None:
-        first, *_ = [_address_of(name) for name in interface.split(",")]
-        return first
+        first_address, *_ = [_address_of(name) for name in interface.split(",")]
+        return first_address
     return named_address() or next(_outside_addresses(), socket.gethostname())
 
 
-def variables(interface: str | None, *, local: bool) -> dict[str, str]:
+def interface_variables(interface: str | None, *, local: bool) -> dict[str, str]:
     """Return the environment variables that tell gloo and NCCL the interface.
 
     Args:
@@ -54,24 +54,26 @@ def variables(interface: str | None, *, local: bool) -> dict[str, str]:
         own_address(interface)
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
-    found = interface_of(own_address()) if named_address() is None else None
-    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+    interface_ = interface_of(own_address()) if named_address() is None else None
+    return {"GLOO_SOCKET_IFNAME": interface_} if interface_ else {}
 
 
 def named_address() -> str | None:
     """Return the address that this node's name stands for; None where that is loopback's, or not this node's."""
     with suppress(OSError):
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-        return next((address for address in _ipv4_first(found) if _leads_here(address)), None)
+        addresses = [
+            str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        ]
+        return next((address for address in _ipv4_first(addresses) if _is_reachable_address(address)), None)
     return None
 
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an address; None where none has."""
     with suppress(ValueError):
-        wanted = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
         for name in interfaces():
-            if any(ipaddress.ip_address(own) == wanted for own in _addresses(name)):
+            if any(ipaddress.ip_address(interface_address) == parsed for interface_address in _addresses(name)):
                 return name
     return None
 
@@ -88,21 +90,22 @@ def free_port() -> int:
 
 
 def _address_of(interface: str) -> str:
-    here = f"on {socket.gethostname()}"
+    location = f"on {socket.gethostname()}"
     if interface not in interfaces():
         raise JobFailed(
-            f"no network interface {interface!r} {here}", f"cluster.interface can be {', '.join(interfaces())}"
+            f"no network interface {interface!r} {location}", f"cluster.interface can be {', '.join(interfaces())}"
         )
     address = next(_addresses(interface), None)
     if address is None:
         usable = [name for name in interfaces() if any(_addresses(name))]
         raise JobFailed(
-            f"network interface {interface!r} {here} has no address", f"cluster.interface can be {', '.join(usable)}"
+            f"network interface {interface!r} {location} has no address",
+            f"cluster.interface can be {', '.join(usable)}",
         )
     return address
 
 
-def _leads_here(address: str) -> bool:
+def _is_reachable_address(address: str) -> bool:
     """Tell whether an address is this node's own, and other nodes' way to it."""
     if "%" in address or ipaddress.ip_address(address).is_loopback:  # "%": of one link
         return False
@@ -121,9 +124,9 @@ def _ipv4_first(addresses: list[str]) -> list[str]:
 
 def _outside_addresses() -> Iterator[str]:
     """Yield the addresses of interfaces that lead outside, the default route's first."""
-    known = [name for name in interfaces() if not name.startswith(_VIRTUAL)]
+    candidates = [name for name in interfaces() if not name.startswith(_VIRTUAL)]
     states = psutil.net_if_stats()
-    for name in dict.fromkeys([*_default_routes(), *known]):
+    for name in dict.fromkeys([*_default_routes(), *candidates]):
         if name in states and states[name].isup and "loopback" not in states[name].flags.split(","):
             yield from _addresses(name)
 

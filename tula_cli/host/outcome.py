@@ -41,17 +41,17 @@ class FailurePattern:
 
 
 def _pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -> FailurePattern:
-    words = "|".join(f"(?:{pattern})" for pattern in patterns)
-    return FailurePattern(outcome, re.compile(words, re.MULTILINE), scope)
+    alternatives = "|".join(f"(?:{pattern})" for pattern in patterns)
+    return FailurePattern(outcome, re.compile(alternatives, re.MULTILINE), scope)
 
 
-def _errors(numbers: Iterable[int]) -> str:
+def _errno_pattern(numbers: Iterable[int]) -> str:
     """Return a pattern for errors of the system by number: Python's, HDF5's, Arrow's, c10d's, Rust's and torch's forms."""
-    known = "|".join(map(str, numbers))
-    return rf"\[[Ee]rrno (?:{known})\]|\berrno = (?:{known})\b|\(errno: (?:{known}) - |\(os error (?:{known})\)"
+    numbers_ = "|".join(map(str, numbers))
+    return rf"\[[Ee]rrno (?:{numbers_})\]|\berrno = (?:{numbers_})\b|\(errno: (?:{numbers_}) - |\(os error (?:{numbers_})\)"
 
 
-def _texts(*texts: str) -> str:
+def _texts_pattern(*texts: str) -> str:
     """Return a pattern for texts of errors that end a phrase: before a name, a number in brackets, or the end of a line."""
     return rf"\b(?:{'|'.join(texts)})(?=\s*(?:$|[\[(:;'\",.]))"
 
@@ -130,8 +130,8 @@ FAILURE_PATTERNS = (
     ),
     _pattern(
         "storage",
-        _errors(_STORAGE),
-        _texts(*filter(None, _STORAGE.values())),
+        _errno_pattern(_STORAGE),
+        _texts_pattern(*filter(None, _STORAGE.values())),
         r"\bdisk I/O error\b",
         r"\bFSTimeoutError\b",
         r"\bPytorchStreamReader failed reading [^\n]*: file read failed\b",
@@ -150,8 +150,8 @@ FAILURE_PATTERNS = (
     _pattern(
         "host_limit",
         r"\binotify (?:watch|instance) limit reached\b",
-        _errors(_LIMITS),
-        _texts(*_LIMITS.values()),
+        _errno_pattern(_LIMITS),
+        _texts_pattern(*_LIMITS.values()),
         r"\bcan't start new thread\b",
         r"\breceived \d+ items of ancdata\b",
         r"\bToo many open files\b",
@@ -316,7 +316,7 @@ _KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
 _CUDA_WARNING = re.compile(r"^[^\n]*Warning: CUDA initialization:[^\n]*$", re.MULTILINE)
 _USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
 _LAST_LINES = 40
-_OWN_DOING = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
+_OWN_SIGNALS = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
 _NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
 """Classes of which one line tells what happened, wherever it stands in a text."""
 
@@ -356,7 +356,7 @@ def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -
 
 
 def _classify(text: str, exit_code: int | None) -> OutcomeClass:
-    if row := _first_row(text, exit_code):
+    if row := _first_match(text, exit_code):
         return row[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
         return "host_oom"
@@ -377,17 +377,17 @@ def _signal_of(exit_code: int | None) -> int:
 
 def _is_killed(exit_code: int | None) -> bool:
     """Return whether another process has ended this one, so that what it wrote before need not be the cause."""
-    return _signal_of(exit_code) not in (0, *_OWN_DOING)
+    return _signal_of(exit_code) not in (0, *_OWN_SIGNALS)
 
 
-def _first_row(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
+def _first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
     """Return the class of the first row of the table that matches, and where it does."""
     killed_by = _signal_of(exit_code)
     chain = _deciding_chain(text, exit_code)
     explained = not all(error.is_last_resort for error in chain)
     last_lines = "" if explained or _is_killed(exit_code) else _last_lines(text)
     of_system = [error for error in chain if not _OF_VALUES.match(error.message)]
-    parts: dict[Scope, str] = {
+    texts_by_scope: dict[Scope, str] = {
         "log": text,
         "error": "\n\n".join([*(error.message for error in chain), last_lines]),
         "system error": "\n\n".join([*(error.message for error in of_system), last_lines]),
@@ -396,7 +396,7 @@ def _first_row(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, r
     for row in FAILURE_PATTERNS:
         if killed_by and row.outcome == "diverged":
             continue
-        if match := row.pattern.search(parts[row.scope]):
+        if match := row.pattern.search(texts_by_scope[row.scope]):
             return row.outcome, match
     return None
 
@@ -408,13 +408,13 @@ def _last_lines(text: str) -> str:
     return "\n".join([line for line in lines if " NCCL INFO " not in line][-_LAST_LINES:])
 
 
-def telling_line(text: str) -> str:
+def find_telling_line(text: str) -> str:
     """Return the line of a text that says what failed, for the classes in which one line does; empty for others."""
-    row = _first_row(_RANK_PREFIX.sub("", text))
+    row = _first_match(_RANK_PREFIX.sub("", text))
     if row is None or row[0] not in _NAMED:
         return ""
-    words, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
-    return words[words.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
+    text_, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
+    return text_[text_.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
 
 
 def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
@@ -430,7 +430,7 @@ def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
     return (causes or chains or [[]])[-1]
 
 
-def users_line(text: str) -> str:
+def find_user_exception(text: str) -> str:
     """Return the last exception of the user's code, rather than that a child of it has failed; empty where there is none."""
     chain = _deciding_chain(_RANK_PREFIX.sub("", text))
     lines = [error.message.split("\n", 1)[0].strip() for error in chain]
@@ -443,21 +443,21 @@ def _chains(text: str) -> Iterator[list[_Raised]]:
         for match in _BARE_EXCEPTION.finditer(text):
             yield [_Raised(text[match.start() :].split("\n\n")[0])]
         return
-    before, *blocks = text.split(_TRACEBACK)
+    block_before, *blocks = text.split(_TRACEBACK)
     chain: list[_Raised] = []
     for block in blocks:
-        linked = any(words in before for words in _CHAINED)
+        linked = any(marker in block_before for marker in _CHAINED)
         if chain and not linked:
             yield chain
         chain = chain if linked else []
         # An exception in a destructor is printed and forgotten; it ends nothing.
-        if "Exception ignored in" not in before.rstrip().rsplit("\n", 1)[-1]:
-            chain = [*chain, *_exception(block)]
-        before = block
+        if "Exception ignored in" not in block_before.rstrip().rsplit("\n", 1)[-1]:
+            chain = [*chain, *_parse_exception(block)]
+        block_before = block
     yield chain
 
 
-def _exception(block: str) -> list[_Raised]:
+def _parse_exception(block: str) -> list[_Raised]:
     """Return the exception at the end of a traceback with the lines of its message, or nothing where it is cut off."""
     lines = block.split("\n")
     for number, line in enumerate(lines):
@@ -467,10 +467,10 @@ def _exception(block: str) -> list[_Raised]:
     return []
 
 
-_TOLD_TO_END = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
+_TERMINATED = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
 
 
-def root(failures: Iterable[Failure]) -> Failure | None:
+def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
     """Return the failure that the others follow from, or None where there is none.
 
     Memory and faulty devices beat everything, and peers that report a lost rank come last; among equals the earliest wins.
@@ -485,11 +485,11 @@ def names_cause(failures: Iterable[Failure]) -> bool:
 
 
 def _severity(failure: Failure) -> int:
-    told_to_end = failure.outcome == "signal" and _TOLD_TO_END.search(failure.message)
+    told_to_end = failure.outcome == "signal" and _TERMINATED.search(failure.message)
     return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity
 
 
-def advice(outcome: OutcomeClass, words: str = "", *, spec: JobSpec | None = None) -> str:
+def advice(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = None) -> str:
     """Return one line: what the user can do about it, by what was told of it where that says more than its class.
 
     Args:
@@ -498,15 +498,17 @@ def advice(outcome: OutcomeClass, words: str = "", *, spec: JobSpec | None = Non
         spec: the job that ended so; None: one of tula's own loop on this machine.
     """
     cluster, script = (Cluster(), False) if spec is None else (spec.cluster, spec.script is not None)
-    hint = FAILURE_KINDS[outcome].advised(cluster, script=script)
-    return next((what_to_do for what_to_do, _ in _faults(words)), hint) if outcome == "device_fault" else hint
+    hint = FAILURE_KINDS[outcome].advice_for(cluster, script=script)
+    return (
+        next((what_to_do for what_to_do, _ in _matching_faults(message)), hint) if outcome == "device_fault" else hint
+    )
 
 
-def no_gpu(words: str) -> bool:
+def is_missing_gpu(message: str) -> bool:
     """Return whether what was told of a fault is that no GPU is to be seen, and no word of why."""
-    return next(_faults(words), None) is NO_GPU
+    return next(_matching_faults(message), None) is NO_GPU
 
 
-def _faults(words: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _matching_faults(message: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield those of `DEVICE_FAULTS` that the words tell of."""
-    yield from (fault for fault in DEVICE_FAULTS if any(re.search(form, words, re.MULTILINE) for form in fault[1]))
+    yield from (fault for fault in DEVICE_FAULTS if any(re.search(form, message, re.MULTILINE) for form in fault[1]))

@@ -18,11 +18,11 @@ from tula_cli import words
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-PROC = Path("/proc")
+PROC_FOLDER = Path("/proc")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_OUTPUT = 2**26
 """Bytes that are retained of what a command prints."""
-_GUARD_PATIENCE, _PIPE_PATIENCE = 15.0, 1.0
+_GUARD_TIMEOUT, _PIPE_TIMEOUT = 15.0, 1.0
 """Seconds that a guard may take to kill what it guards, and a pipe to give what an ended command has written."""
 
 
@@ -97,12 +97,12 @@ def run_command(
         if process.poll() is None and guarded:
             process.terminate()  # the guard ends what has left the group
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GUARD_PATIENCE)
+                process.wait(_GUARD_TIMEOUT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for pipe in pipes:
-        pipe.join(_PIPE_PATIENCE)
+        pipe.join(_PIPE_TIMEOUT)
     return subprocess.CompletedProcess(
         command, code, bytes(output).decode(errors="replace"), bytes(errors).decode(errors="replace")
     )
@@ -129,7 +129,7 @@ def _collect(pipe: IO[bytes], into: bytearray) -> None:
 
 
 @contextlib.contextmanager
-def adopting() -> Iterator[None]:
+def adopt_orphans() -> Iterator[None]:
     """Be the parent of those descendants that lose theirs meanwhile.
 
     Raises:
@@ -147,7 +147,7 @@ def _adopt(orphans: bool) -> None:
         raise OSError("this system lets no process adopt orphans")
 
 
-class _Tagged(io.RawIOBase):
+class _TaggedStream(io.RawIOBase):
     """A binary file in which each line begins with a tag."""
 
     def __init__(self, stream: TextIO, tag: bytes) -> None:
@@ -161,12 +161,12 @@ class _Tagged(io.RawIOBase):
         return self.file.fileno()
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        given = bytes(data)
-        told = (b"" if self.begun else self.tag) + given[:-1].replace(b"\n", b"\n" + self.tag) + given[-1:]
-        self.file.write(told if given else b"")
+        data_bytes = bytes(data)
+        tagged = (b"" if self.begun else self.tag) + data_bytes[:-1].replace(b"\n", b"\n" + self.tag) + data_bytes[-1:]
+        self.file.write(tagged if data_bytes else b"")
         self.file.flush()
-        self.begun = given[-1:] != b"\n" if given else self.begun
-        return len(given)
+        self.begun = data_bytes[-1:] != b"\n" if data_bytes else self.begun
+        return len(data_bytes)
 
 
 def tag_lines(rank: int) -> None:
@@ -176,18 +176,18 @@ def tag_lines(rank: int) -> None:
     """
     if rank:
         tag = words.tag(rank).encode()
-        sys.stdout, sys.stderr = _tagged(sys.stdout, tag), _tagged(sys.stderr, tag)
+        sys.stdout, sys.stderr = _tag_stream(sys.stdout, tag), _tag_stream(sys.stderr, tag)
 
 
-def _tagged(stream: TextIO, tag: bytes) -> TextIO:
+def _tag_stream(stream: TextIO, tag: bytes) -> TextIO:
     stream.flush()
-    return io.TextIOWrapper(_Tagged(stream, tag), encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(_TaggedStream(stream, tag), encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[type-var]
 
 
-def started(pid: int) -> float | None:
+def start_time(pid: int) -> float | None:
     """Return when a process started, in clock ticks since boot; None where it has ended (a zombie has ended too)."""
     try:
-        fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = (PROC_FOLDER / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else float(fields[19])
@@ -196,7 +196,7 @@ def started(pid: int) -> float | None:
 def inner_id(pid: int) -> int | None:
     """Return the id that a process has for itself, which in a container may be another one; None where it has ended."""
     try:
-        lines = (PROC / str(pid) / "status").read_text(encoding="utf-8").splitlines()
+        lines = (PROC_FOLDER / str(pid) / "status").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)

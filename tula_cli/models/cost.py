@@ -38,7 +38,7 @@ INTERRUPTION_SECONDS = DAY
 
 MIN_CHECKPOINT_SECONDS = 30.0
 
-_HOPELESS = 20.0
+_MAX_EXPONENT = 20.0
 """Interruptions to be expected in one restart and segment, beyond which the training never ends (e^20 attempts)."""
 
 
@@ -73,7 +73,7 @@ def checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0.0) -> N
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkCount:
     """How much a training run has to do at one configuration, or at each of many."""
 
     epochs: int
@@ -87,7 +87,7 @@ class Work:
     queued: Number = 0.0  # seconds that these wait for nodes
 
 
-def work(
+def count_work(
     spec: JobSpec,
     *,
     batch: Number,
@@ -95,7 +95,7 @@ def work(
     dataset_size: int,
     eval_size: int | None,
     eval_batch_size: Number | None,
-) -> Work:
+) -> WorkCount:
     """Count steps (Eq. 4a with whole steps: the last, partial batch is dropped), evaluations and refreshes.
 
     Args:
@@ -118,13 +118,13 @@ def work(
     def counted(of: Callable[[int], int]) -> Number:
         return of(batch) if isinstance(batch, int) else by_value(of, batch)
 
-    tuning = functools.cache(lambda one: halving.plan(spec, batch=one, dataset_size=dataset_size))
+    tuning = functools.cache(lambda one: halving.plan_tuning(spec, batch=one, dataset_size=dataset_size))
     holdout = halving.holdout_size(dataset_size, spec.auto.holdout) if spec.train.facts.tunes else 0
-    return Work(
+    return WorkCount(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
         eval_batches=evals(eval_size),
-        refreshes=counted(lambda one: refresh.count(spec, batch=one, steps=dataset_size // one)),
+        refreshes=counted(lambda one: refresh.count_refreshes(spec, batch=one, steps=dataset_size // one)),
         branches=counted(lambda one: tuning(one).branches),
         branch_steps=counted(lambda one: tuning(one).steps),
         branch_evals=evals(holdout) if holdout else 0,
@@ -132,7 +132,7 @@ def work(
 
 
 def training_seconds(
-    work: Work,
+    work: WorkCount,
     *,
     step_time: Number,
     overheads: "Overheads | OverheadColumns",
@@ -156,23 +156,27 @@ def training_seconds(
     """
     import numpy as np
 
-    save, restart, eval_batch = _known(overheads.checkpoint), overheads.startup, _known(overheads.eval_batch)
+    save, restart, eval_batch = (
+        _measured_or_zero(overheads.checkpoint),
+        overheads.startup,
+        _measured_or_zero(overheads.eval_batch),
+    )
     interval = checkpoint_interval(overheads.checkpoint, rate=rate) if checkpoint_every is None else checkpoint_every
-    stepping = work.steps * step_time + work.refreshes / work.epochs * _known(overheads.refresh)
+    stepping = work.steps * step_time + work.refreshes / work.epochs * _measured_or_zero(overheads.refresh)
     # The checkpoint at the end of an epoch starts the clock anew.
     within = np.floor(stepping / interval)
     segment = np.where(within > 0, interval, 0.0)
-    rest = stepping - within * segment + work.eval_batches * eval_batch
-    epoch = _expected(rest + save, restart=restart, rate=rate, wait=wait)
-    epoch = epoch + _times(within, _expected(segment + save, restart=restart, rate=rate, wait=wait))
+    uninterrupted = stepping - within * segment + work.eval_batches * eval_batch
+    epoch = _expected_time(uninterrupted + save, restart=restart, rate=rate, wait=wait)
+    epoch = epoch + _multiply(within, _expected_time(segment + save, restart=restart, rate=rate, wait=wait))
     # Each branch begins anew after an interruption.
     branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
-    tuning = _times(work.branches, _expected(branch, restart=restart, rate=rate, wait=wait))
-    starts = (1 + work.changes) * _expected(restart, restart=0.0, rate=rate, wait=wait)
+    tuning = _multiply(work.branches, _expected_time(branch, restart=restart, rate=rate, wait=wait))
+    starts = (1 + work.changes) * _expected_time(restart, restart=0.0, rate=rate, wait=wait)
     return starts + work.queued + work.epochs * epoch + tuning
 
 
-def _known(seconds: Number | None) -> Number:
+def _measured_or_zero(seconds: Number | None) -> Number:
     """Return what was measured, and 0 where nothing was (None; nan in an array)."""
     if seconds is None or isinstance(seconds, float):
         return seconds or 0.0
@@ -181,12 +185,12 @@ def _known(seconds: Number | None) -> Number:
     return np.nan_to_num(seconds)
 
 
-def _times(count: Number, each: Number) -> Number:
+def _multiply(count: Number, value: Number) -> Number:
     """Return so many times a value; none of an infinite one is nothing."""
     import numpy as np
 
     with np.errstate(invalid="ignore"):
-        return np.where(np.greater(count, 0), np.multiply(count, each), 0.0)
+        return np.where(np.greater(count, 0), np.multiply(count, value), 0.0)
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ class TrainingTime:
     one.
     """
 
-    work: Work
+    work: WorkCount
     overheads: "Overheads | OverheadColumns"
     checkpoint_every: Number  # seconds
     rate: Number = 0.0  # interruptions a second
@@ -222,17 +226,17 @@ class TrainingTime:
         """
         import numpy as np
 
-        work, beside = self.work, self.overheads
-        stepping = work.steps * step_time + work.refreshes / work.epochs * _known(beside.refresh)
+        work, overheads = self.work, self.overheads
+        stepping = work.steps * step_time + work.refreshes / work.epochs * _measured_or_zero(overheads.refresh)
         saves = work.epochs * (1 + np.floor(stepping / self.checkpoint_every))
-        eval_batch = _known(beside.eval_batch)
+        eval_batch = _measured_or_zero(overheads.eval_batch)
         return {
             "steps": work.epochs * stepping,
             "data": None if data_wait is None else work.epochs * work.steps * data_wait,
             "evaluation": work.epochs * work.eval_batches * eval_batch,
-            "checkpoints": saves * _known(beside.checkpoint),
+            "checkpoints": saves * _measured_or_zero(overheads.checkpoint),
             "branches": work.branch_steps * step_time + work.branches * work.branch_evals * eval_batch,
-            "rest": (1 + work.changes) * beside.startup + work.queued,
+            "rest": (1 + work.changes) * overheads.startup + work.queued,
         }
 
 
@@ -259,13 +263,13 @@ def script_seconds(
     import numpy as np
 
     segment, restart = np.minimum(interval, stepping), overheads.startup
-    whole = np.where(segment > 0, np.floor(stepping / np.where(segment > 0, segment, 1.0)), 0.0)
-    steps = _expected(stepping - whole * segment, restart=restart, rate=rate, wait=wait)
-    steps = steps + _times(whole, _expected(segment, restart=restart, rate=rate, wait=wait))
-    return _expected(restart, restart=0.0, rate=rate, wait=wait) + steps
+    whole_segments = np.where(segment > 0, np.floor(stepping / np.where(segment > 0, segment, 1.0)), 0.0)
+    steps = _expected_time(stepping - whole_segments * segment, restart=restart, rate=rate, wait=wait)
+    steps = steps + _multiply(whole_segments, _expected_time(segment, restart=restart, rate=rate, wait=wait))
+    return _expected_time(restart, restart=0.0, rate=rate, wait=wait) + steps
 
 
-def _expected(seconds: Number, *, restart: Number, rate: Number, wait: float) -> Number:
+def _expected_time(seconds: Number, *, restart: Number, rate: Number, wait: float) -> Number:
     """Return the expected time of a segment that begins again at every interruption, after a wait and a restart.
 
     e^(rate x restart) (1/rate + wait) (e^(rate x seconds) - 1), exact for a Poisson process that spares the wait alone
@@ -275,7 +279,7 @@ def _expected(seconds: Number, *, restart: Number, rate: Number, wait: float) ->
 
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         lasts = np.exp(rate * restart) * (np.divide(1.0, rate) + wait) * np.expm1(rate * seconds)
-        return np.where(rate == 0, seconds, np.where(rate * (seconds + restart) > _HOPELESS, np.inf, lasts))
+        return np.where(rate == 0, seconds, np.where(rate * (seconds + restart) > _MAX_EXPONENT, np.inf, lasts))
 
 
 _UNITS: Mapping[str, str] = {
@@ -305,29 +309,34 @@ def cost(
         market: spot takes the discount off.
     """
     gpus = nodes * gpus_per_node
-    units = {"node_hour": nodes, "gpu_hour": gpus, "gb_hour": gpus * reserved / GB, "billing": charge(pricing, nodes)}
+    units = {
+        "node_hour": nodes,
+        "gpu_hour": gpus,
+        "gb_hour": gpus * reserved / GB,
+        "billing": hourly_charge(pricing, nodes),
+    }
     discount = pricing.spot.discount if pricing.spot is not None and market == "spot" else 0.0
-    found: Hours = hours * pricing.price * (1 - discount) * units[pricing.kind]
-    return found
+    price: Hours = hours * pricing.price * (1 - discount) * units[pricing.kind]
+    return price
 
 
-def charge(pricing: Pricing, nodes: Number) -> Number:
+def hourly_charge(pricing: Pricing, nodes: Number) -> Number:
     """Return the units that an hour of a job on so many nodes is charged with; 0 of another kind of price.
 
     Its billing in whole numbers, as SLURM keeps it of a job, times the QOS's usage factor and the site's charge factors.
     """
-    told = pricing.told
-    if told is None:
+    billing = pricing.told
+    if billing is None:
         assert pricing.kind != "billing", "what a job is billed was not asked for"
         return 0.0
     import numpy as np
 
-    billed = np.multiply(nodes, told.node) + told.job
-    units = np.floor(billed * (1 + NOISE)) * told.usage_factor * told.charge_factor
+    billed = np.multiply(nodes, billing.node) + billing.job
+    units = np.floor(billed * (1 + NOISE)) * billing.usage_factor * billing.charge_factor
     return float(units) if np.ndim(units) == 0 else units
 
 
-def price_at_most(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
+def max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
     """Return what jobs of so many node-hours cost at most; None where that depends on memory that is not known.
 
     Args:
@@ -338,26 +347,32 @@ def price_at_most(spec: JobSpec, node_hours: float, capacity: int | None) -> flo
     if spec.pricing.kind == "gb_hour" and capacity is None:
         return None
     if spec.pricing.told is not None:  # job by job it is cut to whole numbers, and no more than this
-        told = spec.pricing.told
-        return node_hours * (told.node + told.job) * told.usage_factor * told.charge_factor * spec.pricing.price
+        billing = spec.pricing.told
+        return (
+            node_hours
+            * (billing.node + billing.job)
+            * billing.usage_factor
+            * billing.charge_factor
+            * spec.pricing.price
+        )
     gpus = spec.cluster.gpus_per_node
     return cost(spec.pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
 
 
-def price_words(pricing: Pricing) -> str:
+def describe_price(pricing: Pricing) -> str:
     """Return the price with its unit, its source and its date."""
     if pricing == UNPRICED:
         return "none is given (pricing.price), so cost is a number of node-hours"
-    told = ", ".join(word for word in (pricing.source, pricing.date) if word)
+    details = ", ".join(text for text in (pricing.source, pricing.date) if text)
     unit = pricing.unit if pricing.kind == "billing" else _UNITS[pricing.kind]
-    words = f"{pricing.price:g} {pricing.currency} per {unit}" + (f" ({told})" if told else "")
+    description = f"{pricing.price:g} {pricing.currency} per {unit}" + (f" ({details})" if details else "")
     if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
-        words = f"{unit}, the hours of billing as SLURM counts them" + (f" ({told})" if told else "")
+        description = f"{unit}, the hours of billing as SLURM counts them" + (f" ({details})" if details else "")
     if (bill := pricing.told) is not None:
         times = "" if bill.charge_factor == 1 else f", charge factor {bill.charge_factor:g}"
-        words += f"; a node is billed {bill.node:g} ({bill.words}){times}"
+        description += f"; a node is billed {bill.node:g} ({bill.words}){times}"
     if pricing.spot is None:
-        return words
+        return description
     spot = pricing.spot
     wait = f", {spot.wait_minutes:g} min to replace one" if spot.wait_minutes else ""
-    return f"{words}; spot {spot.discount:.0%} off, {spot.interruptions_per_day:g} interruptions a day and node{wait}"
+    return f"{description}; spot {spot.discount:.0%} off, {spot.interruptions_per_day:g} interruptions a day and node{wait}"

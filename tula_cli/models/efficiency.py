@@ -6,7 +6,7 @@ if the learning rate suits each batch, as AdaScale's or a well-tuned SGD's does.
 
 The noise scale grows through training, the more so the longer it lasts: of the epochs E that the reference batch takes,
 only about E^-GROWTH is as inefficient for large batches as the first. What the probes see, at the weights training
-starts from, is carried to the whole run by that rule (`over_training`). What a training has shown after some of its
+starts from, is carried to the whole run by that rule (`equivalent_constant_noise`). What a training has shown after some of its
 epochs is carried on from there, and says more: the first epoch tells nothing of some jobs.
 """
 
@@ -33,7 +33,7 @@ SLOWEST_GROWTH = 0.5
 """The application whose noise grew slowest had 0.54; the upper bound of an interval assumes this."""
 
 
-EARLY = 0.1
+EARLY_SHARE = 0.1
 """Share of a training after whose epochs the noise tells most for what it costs (the same benchmark: p90 error 156 to 44 %)."""
 
 
@@ -70,16 +70,16 @@ def summarise(pairs: Sequence[Pair], *, local_batch: int, batch: int) -> Gradien
         local_batch: samples behind each small gradient.
         batch: samples behind the average.
     """
-    seen = np.array([pair for pair in pairs if np.isfinite(pair).all()]).reshape(-1, 2)
-    small, big = (float(value) for value in seen.mean(axis=0)) if len(seen) else (0.0, 0.0)
-    enough = len(seen) > 1 and batch > local_batch
-    spread = np.cov(seen, rowvar=False) / len(seen) if enough else None
+    finite_pairs = np.array([pair for pair in pairs if np.isfinite(pair).all()]).reshape(-1, 2)
+    small, big = (float(value) for value in finite_pairs.mean(axis=0)) if len(finite_pairs) else (0.0, 0.0)
+    enough = len(finite_pairs) > 1 and batch > local_batch
+    spread = np.cov(finite_pairs, rowvar=False) / len(finite_pairs) if enough else None
     return GradientStats(
         norm_sqr=big,
         local_norm_sqr=small,
         batch=batch,
         local_batch=local_batch,
-        steps=len(seen),
+        steps=len(finite_pairs),
         covariance=None if spread is None else (float(spread[1, 1]), float(spread[0, 0]), float(spread[0, 1])),
     )
 
@@ -92,56 +92,63 @@ def noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
     the same ones) widen the interval.
     """
     usable = [
-        found
-        for found in stats
-        if found.covariance is not None and found.local_norm_sqr > 0 and found.batch > found.local_batch
+        stats_
+        for stats_ in stats
+        if stats_.covariance is not None and stats_.local_norm_sqr > 0 and stats_.batch > stats_.local_batch
     ]
     if not usable:
         return None
-    moments, seen = [_moments(found) for found in usable], [float(found.batch * found.steps) for found in usable]
-    shares = [samples / sum(seen) for samples in seen]
-    total = _combined(moments, shares)
-    return _ratio(total, scatter=_scatter(moments, shares, total), probes=len(usable)) if total.trace > 0 else None
+    moments, weights = (
+        [_solve_moments(stats_) for stats_ in usable],
+        [float(stats_.batch * stats_.steps) for stats_ in usable],
+    )
+    shares = [samples / sum(weights) for samples in weights]
+    total = _combine_moments(moments, shares)
+    return (
+        _noise_from_moments(total, scatter=_relative_scatter(moments, shares, total), probes=len(usable))
+        if total.trace > 0
+        else None
+    )
 
 
-def _moments(found: GradientStats) -> _Moments:
+def _solve_moments(stats: GradientStats) -> _Moments:
     """Solve E |G_B|^2 = |G|^2 + tr(Sigma) / B at two batches (McCandlish et al., appendix A.1)."""
-    assert found.covariance is not None
-    big, small = float(found.batch), float(found.local_batch)
-    of_big, of_small, of_both = found.covariance
+    assert stats.covariance is not None
+    big, small = float(stats.batch), float(stats.local_batch)
+    of_big, of_small, of_both = stats.covariance
     span, inverse = big - small, 1 / small - 1 / big
     return _Moments(
-        sqr=(big * found.norm_sqr - small * found.local_norm_sqr) / span,
-        trace=(found.local_norm_sqr - found.norm_sqr) / inverse,
+        sqr=(big * stats.norm_sqr - small * stats.local_norm_sqr) / span,
+        trace=(stats.local_norm_sqr - stats.norm_sqr) / inverse,
         sqr_variance=(big**2 * of_big + small**2 * of_small - 2 * big * small * of_both) / span**2,
         trace_variance=(of_big + of_small - 2 * of_both) / inverse**2,
         covariance=((big + small) * of_both - big * of_big - small * of_small) / (span * inverse),
     )
 
 
-def _combined(moments: Sequence[_Moments], shares: Sequence[float]) -> _Moments:
+def _combine_moments(moments: Sequence[_Moments], shares: Sequence[float]) -> _Moments:
     def mean(values: Iterable[float], power: int) -> float:
         return sum(share**power * value for share, value in zip(shares, values, strict=True))
 
     return _Moments(
-        sqr=mean((found.sqr for found in moments), 1),
-        trace=mean((found.trace for found in moments), 1),
-        sqr_variance=mean((found.sqr_variance for found in moments), 2),
-        trace_variance=mean((found.trace_variance for found in moments), 2),
-        covariance=mean((found.covariance for found in moments), 2),
+        sqr=mean((moments_.sqr for moments_ in moments), 1),
+        trace=mean((moments_.trace for moments_ in moments), 1),
+        sqr_variance=mean((moments_.sqr_variance for moments_ in moments), 2),
+        trace_variance=mean((moments_.trace_variance for moments_ in moments), 2),
+        covariance=mean((moments_.covariance for moments_ in moments), 2),
     )
 
 
-def _scatter(moments: Sequence[_Moments], shares: Sequence[float], total: _Moments) -> float:
+def _relative_scatter(moments: Sequence[_Moments], shares: Sequence[float], total: _Moments) -> float:
     """Return the relative standard error of the ratio that the differences between probes tell; 0 where one is alone."""
     if len(moments) < 2 or total.sqr <= 0:
         return 0.0
     scale = total.trace / total.sqr
-    off = [share * (found.trace - scale * found.sqr) for share, found in zip(shares, moments, strict=True)]
+    off = [share * (moments_.trace - scale * moments_.sqr) for share, moments_ in zip(shares, moments, strict=True)]
     return math.sqrt(len(off) / (len(off) - 1) * sum(value**2 for value in off)) / total.trace
 
 
-def _ratio(total: _Moments, *, scatter: float, probes: int) -> Noise:
+def _noise_from_moments(total: _Moments, *, scatter: float, probes: int) -> Noise:
     """Return trace / sqr; a gradient that is not known to be more than nothing leaves the scale open upwards."""
     sure = math.sqrt(max(0.0, total.sqr_variance))
     if total.sqr <= Z90 * sure:
@@ -161,7 +168,7 @@ def _ratio(total: _Moments, *, scatter: float, probes: int) -> Noise:
     return Noise(scale=scale, low=scale / wide, high=scale * wide, error=scale * relative, probes=probes)
 
 
-def over_training(
+def equivalent_constant_noise(
     noise: float, *, reference: float, epochs: float, growth: float = GROWTH, measured_at: float = 1.0
 ) -> float:
     """Return the constant noise scale that is worth the growing one of a whole training, in samples.
@@ -176,9 +183,9 @@ def over_training(
     return (reference + noise) * math.pow(max(1.0, epochs / max(1.0, measured_at)), growth) - reference
 
 
-def first_epochs(epochs: int) -> int:
-    """Return the epochs after which the noise is measured where that is asked for: `EARLY` of them, one at least."""
-    return max(1, math.floor(EARLY * epochs))
+def epochs_before_measurement(epochs: int) -> int:
+    """Return the epochs after which the noise is measured where that is asked for: `EARLY_SHARE` of them, one at least."""
+    return max(1, math.floor(EARLY_SHARE * epochs))
 
 
 def steps_ratio(batch: Number, *, reference: float, noise: float) -> Number:
@@ -200,11 +207,13 @@ def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) ->
     the time goes with the epochs, start-up too.
     """
     at = noise.epoch
-    whole = over_training(noise.scale, reference=reference, epochs=epochs, measured_at=at)
-    least = over_training(noise.low, reference=reference, epochs=epochs, growth=SLOWEST_GROWTH, measured_at=at)
+    noise_of_training = equivalent_constant_noise(noise.scale, reference=reference, epochs=epochs, measured_at=at)
+    least = equivalent_constant_noise(
+        noise.low, reference=reference, epochs=epochs, growth=SLOWEST_GROWTH, measured_at=at
+    )
     count, alike, lossy = (
-        _over_stages(rows, functools.partial(epochs_equivalent, epochs, reference=reference, noise=value))
-        for value in (whole, math.inf, least)
+        _epochs_over_stages(rows, functools.partial(epochs_equivalent, epochs, reference=reference, noise=value))
+        for value in (noise_of_training, math.inf, least)
     )
     fewest, most = np.minimum(alike, lossy), np.maximum(alike, lossy)
     low, high = (np.where(np.isnan(end), rows.hours, end) for end in (rows.hours_low, rows.hours_high))
@@ -221,19 +230,19 @@ def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) ->
     )
 
 
-def _over_stages(rows: Offers, epochs_at: Callable[[Number], Number]) -> Number:
+def _epochs_over_stages(rows: Offers, epochs_at: Callable[[Number], Number]) -> Number:
     """Return the epochs that configurations need, shape (n,), from those that a batch needs which stays; each stage stretches alike."""
-    own = epochs_at(rows.batch) + np.zeros(len(rows))
+    epochs_needed = epochs_at(rows.batch) + np.zeros(len(rows))
     if not any(rows.stages):
-        return own
+        return epochs_needed
     slower = [  # progress an epoch, beside that at the configuration's own batch
-        sum(stage.share * (1 / epochs_at(stage.batch) - 1 / each) for stage in stages or ())
-        for stages, each in zip(rows.stages, own, strict=True)
+        sum(stage.share * (1 / epochs_at(stage.batch) - 1 / stage_epochs) for stage in stages or ())
+        for stages, stage_epochs in zip(rows.stages, epochs_needed, strict=True)
     ]
-    return 1 / (1 / own + np.array(slower))
+    return 1 / (1 / epochs_needed + np.array(slower))
 
 
-def words(noise: Noise, *, reference: int, epochs: int) -> str:
+def describe_noise(noise: Noise, *, reference: int, epochs: int) -> str:
     """Return what is measured and what is assumed, in a sentence or two."""
     probes = "1 probe" if noise.probes == 1 else f"{noise.probes} probes"
     bounds = f"at least {noise.low:.3g}" if math.isinf(noise.high) else f"{noise.low:.3g} to {noise.high:.3g}"

@@ -21,20 +21,20 @@ from tula_cli.models.observations import (
     Probe,
     T,
     capacity_of,
-    doubts,
-    not_as_forecast,
+    measurement_warnings,
+    require_measurements,
     require_one_hardware,
-    require_some,
+    warn_limits,
 )
-from tula_cli.models.out_of_memory import cannot_accumulate, ruled_out, rules_out, splits_of
-from tula_cli.models.overheads import OverheadModel, shutdown_of
+from tula_cli.models.out_of_memory import cannot_accumulate, rules_out, smallest_ruled_out, splits_of
+from tula_cli.models.overheads import OverheadModel, median_shutdown
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import Worth
-from tula_cli.models.ramp.stage_times import StageTimes, change_of
+from tula_cli.models.ramp.stage_times import StageTimes, change_costs
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.calibration import AS_MODELLED
 from tula_cli.models.time.steptime import StepTimeFit
-from tula_cli.models.time.stragglers import fitted
+from tula_cli.models.time.stragglers import fit_with_stragglers
 from tula_cli.models.time.what_if import Change, supposed
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
@@ -74,7 +74,7 @@ class Forecast(Known):
         saves: Iterable[Save] = (),
         trained: Sequence[TrainedSteps] = (),
         calibration: Calibration = AS_MODELLED,
-        others: OtherSizes = NO_OTHER_SIZES,
+        other_sizes: OtherSizes = NO_OTHER_SIZES,
         noise: NoisePath | None = None,
     ) -> "Forecast":
         """Fit all models.
@@ -93,40 +93,42 @@ class Forecast(Known):
             Infeasible, TooFew: every probe was out of memory, or nothing was measured.
             BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
         """
-        seen = list(results)
-        measured = sorted(_of(seen, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
-        ooms = _of(seen, OutOfMemory)
-        require_some(measured, ooms, _of(seen, Failed), script=spec.script is not None)
-        require_one_hardware([*measured, *others.probes])
+        results_ = list(results)
+        measured = sorted(_of_type(results_, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
+        ooms = _of_type(results_, OutOfMemory)
+        require_measurements(measured, ooms, _of_type(results_, Failed), script=spec.script is not None)
+        require_one_hardware([*measured, *other_sizes.probes])
         footprints = inspection.footprints if inspection else ()
-        steps, held_up = fitted(spec, [*measured, *others.probes], [*trained, *others.trained])
-        held = memory.fit([*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded)
+        steps, held_up = fit_with_stragglers(spec, [*measured, *other_sizes.probes], [*trained, *other_sizes.trained])
+        memory_model = memory.fit_memory_model(
+            [*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
+        )
         return cls(
             spec=spec,
             steps=steps,
             held_up=bool(held_up),
-            memory=held,
-            power=power.fit(measured),
+            memory=memory_model,
+            power=power.fit_power_model(measured),
             capacity=capacity_of(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             ooms=tuple((oom.nodes, oom.local_batch) for oom in ooms),
             dataset_size=measured[0].dataset_size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
-            shutdown=shutdown_of(attempts, measured),
-            saving=interruptions.saving_of(spec, saves, dataset_size=measured[0].dataset_size),
+            shutdown=median_shutdown(attempts, measured),
+            saving=interruptions.checkpoint_schedule_of_job(spec, saves, dataset_size=measured[0].dataset_size),
             warnings=(
-                *doubts(measured),
+                *measurement_warnings(measured),
                 *steps.warnings,
                 *held_up,
-                *filter(None, [held.doubt]),
-                *not_as_forecast(spec, measured, noise),
+                *filter(None, [memory_model.doubt]),
+                *warn_limits(spec, measured, noise),
             ),
             noise=noise,
-            trained=stretches.by_place(trained),
+            trained=stretches.group_by_configuration(trained),
             calibration=calibration,
         )
 
-    def under(self, change: Change) -> "Forecast":
+    def with_change(self, change: Change) -> "Forecast":
         """Return what the same configurations would take on another network, or on other GPUs: nothing of it is measured.
 
         Memory, and what there is beside the steps, stay as they were measured; the energy of other GPUs is not known.
@@ -146,74 +148,74 @@ class Forecast(Known):
         """What returns the largest local batch on a number of nodes; each is worked out once."""
         gpus, margin = self.spec.cluster.gpus_per_node, self.spec.search.memory_margin
         return functools.cache(
-            lambda nodes: self.memory.on(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
+            lambda nodes: self.memory.for_ranks(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
         )
 
     def candidates(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates of the spec (or of other numbers of nodes), whether they fit or not."""
-        return configs(*self._places(nodes))
+        return configs(*self._grid(nodes))
 
     @cached_property
     def count(self) -> int:
         """How many candidates of the spec there are."""
-        return len(self._own_places[0])
+        return len(self._candidate_grid[0])
 
     @cached_property
-    def _own_places(self) -> tuple[Ints, Ints]:
-        return self._places(self.spec.search.nodes)
+    def _candidate_grid(self) -> tuple[Ints, Ints]:
+        return self._grid(self.spec.search.nodes)
 
-    def _places(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+    def _grid(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates."""
         if nodes is None:
-            return self._own_places
+            return self._candidate_grid
         search = self.spec.search
-        found = places(
+        grid = places(
             nodes,
             gpus_per_node=self.spec.cluster.gpus_per_node,
             min_batch=search.min_batch,
             max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
             accumulate=self.spec.train.accumulate,
         )
-        return in_columns(found)
+        return in_columns(grid)
 
     def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates that fit."""
         return configs(*self._feasible(nodes))
 
     def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates that fit, as `why_not` has it."""
-        counts, batch = self._places(nodes)
+        """Return nodes and batches of the candidates that fit, as `why_not_a_row` has it."""
+        counts, batch = self._grid(nodes)
         local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
-        fits = local_batch <= (by_value(self._bound, counts) if sharded else self._bound(1))
+        fits = local_batch <= (by_value(self._max_local_batch, counts) if sharded else self._max_local_batch(1))
         for oom in self.ooms:
             fits &= ~rules_out(oom, counts, local_batch, sharded=sharded)
         fits[list(self.trainings.probes_at(counts, local_batch))] = True
-        fits &= self.trainings.stages.fit(counts, batch)
+        fits &= self.trainings.stages.fits_mask(counts, batch)
         return counts[fits], batch[fits]
 
     def _to_begin_at(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates that fit and that a training may begin at, as `why_not_begun` has it."""
+        """Return nodes and batches of the candidates that fit and that a training may begin at, as `stage_refusal` has it."""
         counts, batch = self._feasible(nodes)
-        begin = self.trainings.stages.begin(counts, batch)
+        begin = self.trainings.stages.can_begin_mask(counts, batch)
         return counts[begin], batch[begin]
 
-    def _bound(self, nodes: int) -> float:
+    def _max_local_batch(self, nodes: int) -> float:
         largest = self.largest_local_batch(nodes)
         return inf if largest is None else largest
 
-    def known(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+    def known_candidates(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates to begin at whose step time the probes tell."""
         counts, batch = self._to_begin_at(nodes)
-        refused = self._refused(counts, batch)
+        refused = self._unknown_mask(counts, batch)
         return counts[~refused], batch[~refused]
 
-    def _refused(self, nodes: Ints, batch: Ints) -> Flags:
+    def _unknown_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return of which configurations `why_unknown` tells why."""
         gpus = self.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
-        found = self.steps.refused(nodes, gpus, local_batch)
-        found[list(self.trainings.probes_at(nodes, local_batch))] = False
-        return found
+        refused = self.steps.refused(nodes, gpus, local_batch)
+        refused[list(self.trainings.probes_at(nodes, local_batch))] = False
+        return refused
 
     def why_not(self, config: Config) -> str:
         """Return why a configuration cannot run; empty where it can.
@@ -239,7 +241,7 @@ class Forecast(Known):
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
-        oom = ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
+        oom = smallest_ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
         if oom is not None:
             return f"a local batch of {oom} was out of memory"
         largest = self.largest_local_batch(config.nodes)
@@ -264,22 +266,22 @@ class Forecast(Known):
         if why := self.why_not(config):
             raise Infeasible(f"batch {config.batch} on {plural(config.nodes)}: {why}", "tula recommend shows what fits")
         if why := self.why_unknown(config):
-            raise steptime.cannot_predict(f"batch {config.batch} on {plural(config.nodes)}", why)
+            raise steptime.prediction_error(f"batch {config.batch} on {plural(config.nodes)}", why)
         return self.table(*columns([config])).record(0)
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
         """Forecast every feasible candidate whose step time the probes tell, fastest first."""
-        return self.table(*self.known(nodes)).ordered().records()
+        return self.table(*self.known_candidates(nodes)).ordered().records()
 
     def offers(self, nodes: Iterable[int] | None = None) -> Offers:
         """Forecast the same configurations on each market that the pricing knows, fastest first."""
-        found = self.table(*self.known(nodes))
-        return Offers.join([found, self.trainings.on_spot(found)]).ordered()
+        table = self.table(*self.known_candidates(nodes))
+        return Offers.join([table, self.trainings.on_spot(table)]).ordered()
 
-    def unknown(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+    def unknown_candidates(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates to begin at whose step time the probes do not tell, in order."""
         counts, batch = self._to_begin_at(nodes)
-        refused = self._refused(counts, batch)
+        refused = self._unknown_mask(counts, batch)
         return counts[refused], batch[refused]
 
     def table(self, nodes: Ints, batch: Ints) -> Offers:
@@ -297,10 +299,10 @@ class Forecast(Known):
 
     def on_spot(self, on_demand: Prediction) -> Prediction | None:
         """Return what a configuration is expected to take on spot nodes; None where `Trainings.on_spot` leaves it out."""
-        found = self.trainings.on_spot(Offers.of([on_demand]))
-        return found.record(0) if len(found) else None
+        spot_offers = self.trainings.on_spot(Offers.of([on_demand]))
+        return spot_offers.record(0) if len(spot_offers) else None
 
-    def ladder(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
+    def fallback_rungs(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
         """Return the batch and every smaller feasible candidate on that number of nodes, descending.
 
         The first rung is `batch` whether or not it is a candidate; a rung has a prediction where there is one, for the
@@ -308,25 +310,27 @@ class Forecast(Known):
         """
         smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
         rungs = [Config(nodes, batch), *reversed(smaller)]
-        first, *rest = (Rung(batch=config.batch, prediction=self._forecast(config, market)) for config in rungs)
-        return first.model_copy(update={"cut": self._cuts(rungs[0], market)}), *rest
+        first_rung, *rest = (Rung(batch=config.batch, prediction=self._forecast(config, market)) for config in rungs)
+        return first_rung.model_copy(update={"cut": self._predictions_by_split(rungs[0], market)}), *rest
 
-    def _cuts(self, config: Config, market: Market) -> dict[int, Prediction]:
+    def _predictions_by_split(self, config: Config, market: Market) -> dict[int, Prediction]:
         """Return the forecasts of a configuration whose micro-batches are cut, by the number of parts."""
         accumulate, local_batch = self.spec.train.accumulate, config.local_batch(self.spec.cluster.gpus_per_node)
-        own = splits_of(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
-        rows = {} if cannot_accumulate(self.spec) else {parts: self.cut(config, parts) for parts in own.into}
-        found = {parts: self.on_spot(row) if row and market == "spot" else row for parts, row in rows.items()}
-        return {parts: row for parts, row in found.items() if row is not None}
+        splits = splits_of(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
+        rows = (
+            {} if cannot_accumulate(self.spec) else {split: self.predict_split(config, split) for split in splits.into}
+        )
+        predictions = {split: self.on_spot(row) if row and market == "spot" else row for split, row in rows.items()}
+        return {split: row for split, row in predictions.items() if row is not None}
 
-    def cut(self, config: Config, parts: int) -> Prediction | None:
+    def predict_split(self, config: Config, split: int) -> Prediction | None:
         """Forecast a configuration whose micro-batches are computed in so many parts (`train.oom: accumulate`).
 
         A step is one at that much smaller a batch, and before it the local work of the other parts: each counts an update,
         which is made once, so it is rather too long. None where the probes do not tell it, or the parts are not equal.
         """
-        gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // parts)
-        if config.batch % (config.nodes * gpus * self.spec.train.accumulate * parts) or self.why_unknown(smaller):
+        gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // split)
+        if config.batch % (config.nodes * gpus * self.spec.train.accumulate * split) or self.why_unknown(smaller):
             return None
         nodes, batch, size = columns([smaller])[0], columns([config])[1], smaller.local_batch(gpus)
         probes = self.trainings.probes_at(nodes, np.array([size]))
@@ -334,7 +338,7 @@ class Forecast(Known):
         alone = (probes and not self.supposed and probes[0].compute_time) or self.steps.compute(
             config.nodes, gpus, size
         )
-        longer = step.times(1 + (parts - 1) * alone / float(step.seconds[0]))
+        longer = step.times(1 + (split - 1) * alone / float(step.seconds[0]))
         return self.trainings.on_demand(nodes, batch, longer, {}, held=np.array([size])).record(0)
 
     def _forecast(self, config: Config, market: Market) -> Prediction | None:
@@ -347,22 +351,26 @@ class Forecast(Known):
         seconds, low, high = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
         fitted = np.full(len(nodes), np.nan)
         measured = [] if self.supposed else [*self.probes, *self.trained]
-        places = found_at(measured, nodes, local_batch)
-        at = list(places)
-        repeats = self.steps.repeats(nodes[at], np.full(len(at), gpus), local_batch[at])
-        for (index, place), spread in zip(places.items(), repeats, strict=True):
-            probe = self.probes.get(place)
+        configurations = found_at(measured, nodes, local_batch)
+        at = list(configurations)
+        repeats = self.steps.repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
+        for (index, configuration), spread in zip(configurations.items(), repeats, strict=True):
+            probe = self.probes.get(configuration)
             times = None if probe is None else probe.step_times
-            seen = stretches.measured(times, self.trained.get(place, ()), float(spread))
-            assert seen is not None
-            fitted[index], seconds[index] = seconds[index], seen.seconds
-            low[index], high[index] = (np.nan if end is None else end for end in (seen.low, seen.high))
+            measured_times = stretches.estimate_from_measurements(
+                times, self.trained.get(configuration, ()), float(spread)
+            )
+            assert measured_times is not None
+            fitted[index], seconds[index] = seconds[index], measured_times.seconds
+            low[index], high[index] = (
+                np.nan if end is None else end for end in (measured_times.low, measured_times.high)
+            )
         return Steps(seconds, low, high, fitted).widened(self.calibration.step)
 
     @cached_property
     def trainings(self) -> Trainings:
         """What trainings take beside and by their steps."""
-        beside = OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
+        overheads = OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
         stages = StageTimes(
             self.spec,
             self.dataset_size,
@@ -370,17 +378,17 @@ class Forecast(Known):
             self.why_unknown,
             noise=self.noise,
             too_large=self.too_large,
-            change=change_of(beside, self.spec.cluster.gpus_per_node, self.queue),
+            change=change_costs(overheads, self.spec.cluster.gpus_per_node, self.queue),
             by=self.stages_by,
         )
-        return Trainings(self, beside, stages)
+        return Trainings(self, overheads, stages)
 
-    def interruption(self, row: Prediction) -> str:
+    def describe_interruption(self, row: Prediction) -> str:
         """Say what an interruption costs a script at a configuration; empty for tula's own loop."""
         if self.saving is None:
             return ""
-        return self.saving.words(row.step_time, epoch_steps=self.dataset_size // row.batch)
+        return self.saving.describe_loss(row.step_time, epoch_steps=self.dataset_size // row.batch)
 
 
-def _of(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
+def _of_type(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
     return [result for result in results if isinstance(result, kind)]

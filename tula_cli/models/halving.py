@@ -19,51 +19,51 @@ from tula_cli.spec.job import JobSpec, with_beta1
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.sections import Optimizer, Schedule
 
-CONTROL = "lbt"
+CONTROL_ARM = "lbt"
 """The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
 
-FAVOURITE = "ramp"
+FAVOURITE_ARM = "ramp"
 """Stays in every rung too, and wins unless another arm is clearly better."""
 
-MARGIN = 0.1
+LOSS_MARGIN = 0.1
 """Share by which an arm's loss has to be below the favourite's to win: short branches favour gentle learning rates, and after
 them the large batch, whose few steps are told only later (short-horizon bias, Wu et al. 2018)."""
 
 WITH_DECAY = "ramp-decay"
 """Begins the names of the favourite with another weight decay."""
 
-CLEARLY = 0.01
+MIN_ADVANTAGE = 0.01
 """Share by which the loss with another decay has to be below that with the job's own: they have seen the same samples in the
 same order, but what a decay is worth shows late."""
 
 MAX_HOLDOUT = 10_000
 """Samples held out at most: more tell the arms apart no better."""
 
-SHARE = 0.25
+TRAINING_SHARE = 0.25
 """Of the training's samples, that the branches take together with their beginning."""
 
-AT_ONCE = 4
+MAX_FINAL_ARMS = 4
 """Arms that one rung decides among: halving so few takes more samples than it saves."""
 
-DECAY = 4.0
+DECAY_FACTOR = 4.0
 """Factor of the weight decay that is tried."""
 
-GENTLER = 0.5
+GENTLER_LR_FACTOR = 0.5
 """Factor of the ramp's learning rate that is tried."""
 
-CHALLENGERS = 3
+MAX_CHALLENGERS = 3
 """Arms that may meet the control in the last rung: those that got there, and others as long as the control wins."""
 
 
 @dataclass(frozen=True)
-class Turn:
+class BranchRequest:
     """A branch to train: arm number `arm` in rung `rung` (from 1)."""
 
     rung: int
     arm: int
 
 
-def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
+def arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     """Return the arms of a training at a batch: the spec's own, else the default ones; the control first.
 
     The ramp is the favourite; beside it stand the same with half the learning rate, and with four times the weight decay
@@ -73,19 +73,19 @@ def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
         spec: a job with method auto.
         batch: global batch.
     """
-    control = Arm(name=CONTROL)
-    own = [arm for arm in spec.auto.arms if arm.name != CONTROL]
+    control = Arm(name=CONTROL_ARM)
+    given_arms = [arm for arm in spec.auto.arms if arm.name != CONTROL_ARM]
     if spec.auto.arms or batch <= spec.train.reference_batch:
-        return (control, *own)
-    ramp = Arm(name=FAVOURITE, method="ramp")
-    gentler = Arm(name=f"ramp-x{GENTLER:g}", method="ramp", lr_factor=GENTLER, warmup_epochs=1.0)
-    found = [control, ramp, gentler]
+        return (control, *given_arms)
+    ramp = Arm(name=FAVOURITE_ARM, method="ramp")
+    gentler = Arm(name=f"ramp-x{GENTLER_LR_FACTOR:g}", method="ramp", lr_factor=GENTLER_LR_FACTOR, warmup_epochs=1.0)
+    arms = [control, ramp, gentler]
     if spec.optimizer.weight_decay or any(group.weight_decay for group in spec.optimizer.groups):
-        found.append(Arm(name=f"ramp-decay{DECAY:g}", method="ramp", decay_factor=DECAY))
-    return tuple(found)
+        arms.append(Arm(name=f"ramp-decay{DECAY_FACTOR:g}", method="ramp", decay_factor=DECAY_FACTOR))
+    return tuple(arms)
 
 
-def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
+def job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     """Return the job as an arm trains it; its learning-rate factor is for `lr_factor`, its stages are `ramp.of_arms`'.
 
     What a method does to the learning rate by itself is left out, but of a ramp, whose learning rate is that of the batch in
@@ -96,21 +96,21 @@ def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
     if arm.decay_from is not None:
         schedule = Schedule(kind="linear", decay_from=arm.decay_from, warmup_epochs=schedule.warmup_epochs)
-    changes = {"train": train, "schedule": schedule, "ags": _acting(spec, arm.ags or spec.ags)}
-    optimizer = _decayed(spec.optimizer, arm.decay_factor)
+    changes = {"train": train, "schedule": schedule, "ags": _acting_ags(spec, arm.ags or spec.ags)}
+    optimizer = _with_decay(spec.optimizer, arm.decay_factor)
     if arm.beta1 is not None:
         optimizer = with_beta1(optimizer, arm.beta1)
     return spec.model_copy(update={**changes, "optimizer": optimizer})
 
 
-def _acting(spec: JobSpec, ags: Ags) -> Ags:
+def _acting_ags(spec: JobSpec, ags: Ags) -> Ags:
     """Return settings of AGS that act through the job's optimizer: others than SGD may divide a gradient's factor out."""
     if spec.optimizer.name == "SGD":
         return ags
     return ags.model_copy(update={"apply_to": ags.apply_to or spec.ags.apply_to or "update"})
 
 
-def _decayed(optimizer: Optimizer, factor: float) -> Optimizer:
+def _with_decay(optimizer: Optimizer, factor: float) -> Optimizer:
     groups = [
         group if group.weight_decay is None else group.model_copy(update={"weight_decay": factor * group.weight_decay})
         for group in optimizer.groups
@@ -118,20 +118,20 @@ def _decayed(optimizer: Optimizer, factor: float) -> Optimizer:
     return optimizer.model_copy(update={"weight_decay": factor * optimizer.weight_decay, "groups": groups})
 
 
-def specs(spec: JobSpec, batch: int) -> list[JobSpec]:
+def jobs_of_arms(spec: JobSpec, batch: int) -> list[JobSpec]:
     """Return the job as each arm trains it at a batch."""
-    return [tuned(spec, arm) for arm in arms(spec, batch)]
+    return [job_of_arm(spec, arm) for arm in arms_of_training(spec, batch)]
 
 
-def dearest(spec: JobSpec) -> JobSpec:
+def most_expensive_job(spec: JobSpec) -> JobSpec:
     """Return what to measure a job as: with method auto, as the arm that takes the most memory, and its time."""
     if not spec.train.facts.tunes:
         return spec
-    found = specs(spec, 4 * spec.train.reference_batch)
-    return max(found, key=_dearness)
+    jobs = jobs_of_arms(spec, 4 * spec.train.reference_batch)
+    return max(jobs, key=_expense_key)
 
 
-def _dearness(spec: JobSpec) -> tuple[bool, ...]:
+def _expense_key(spec: JobSpec) -> tuple[bool, ...]:
     facts = spec.train.facts
     return facts.scales, facts.scales and spec.ags.resolved().granularity == "element", facts.file != "plain"
 
@@ -149,7 +149,7 @@ def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
     return 1 + (arm.lr_factor - 1) * max(0.0, epoch - start) / arm.warmup_epochs
 
 
-def cooling(epoch: float, *, start: float, length: float) -> float:
+def cooldown_factor(epoch: float, *, start: float, length: float) -> float:
     """Return what a branch multiplies its learning rate by: from 1 at its half to 0 at its end.
 
     Arms with a high learning rate are further than they seem while it is high: their noise goes when it falls, as it
@@ -163,21 +163,21 @@ def cooling(epoch: float, *, start: float, length: float) -> float:
     return min(1.0, max(0.0, 2 * (start + length - epoch) / length))
 
 
-def within(arm: Arm, limit: float) -> Arm:
+def limit_lr_factor(arm: Arm, limit: float) -> Arm:
     """Return an arm with a learning-rate factor of at most `limit` (linear scaling), for a batch that became smaller."""
     return arm.model_copy(update={"lr_factor": min(arm.lr_factor, max(1.0, limit))})
 
 
-def sizes(count: int) -> tuple[int, ...]:
+def rung_sizes(count: int) -> tuple[int, ...]:
     """Return how many arms each rung trains: (8, 4) of eight, (4,) of four; none where there is nothing to choose."""
-    found = []
+    sizes = []
     while count > 1:
-        found.append(count)
-        count = math.ceil(count / 2) if count > AT_ONCE else 1
-    return tuple(found)
+        sizes.append(count)
+        count = math.ceil(count / 2) if count > MAX_FINAL_ARMS else 1
+    return tuple(sizes)
 
 
-def epochs(spec: JobSpec, rung: int, count: int) -> float:
+def branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
     """Return how long the branches of a rung are trained, in epochs of the training set without the held-out part.
 
     At most to the end of the training: there are no later epochs in its schedule.
@@ -187,14 +187,16 @@ def epochs(spec: JobSpec, rung: int, count: int) -> float:
         rung: from 1.
         count: arms of the first rung.
     """
-    first = _first_epochs(spec, count) if spec.auto.epochs == "auto" else spec.auto.epochs
-    return min(first * 2.0 ** (rung - 1), float(spec.train.epochs - spec.auto.after))
+    first_epochs = _first_epochs(spec, count) if spec.auto.epochs == "auto" else spec.auto.epochs
+    return min(first_epochs * 2.0 ** (rung - 1), float(spec.train.epochs - spec.auto.after))
 
 
 def _first_epochs(spec: JobSpec, count: int) -> float:
     """Return the epochs of a branch in the first rung with which all take their share of the training."""
-    each = sum(number * 2.0**rung for rung, number in enumerate(sizes(count)))
-    return max(0.0, SHARE * spec.train.epochs / (1 - spec.auto.holdout) - spec.auto.after) / max(1.0, each)
+    epochs_in_all = sum(number * 2.0**rung for rung, number in enumerate(rung_sizes(count)))
+    return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - spec.auto.holdout) - spec.auto.after) / max(
+        1.0, epochs_in_all
+    )
 
 
 def holdout_size(dataset_size: int, share: float) -> int:
@@ -202,7 +204,7 @@ def holdout_size(dataset_size: int, share: float) -> int:
     return min(MAX_HOLDOUT, max(1, round(share * dataset_size)))
 
 
-def check_size(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
+def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
     """Check that the arms of a job have a batch to train on; jobs of other methods have.
 
     Raises:
@@ -210,10 +212,10 @@ def check_size(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
     """
     if not spec.train.facts.tunes:
         return
-    left = dataset_size - holdout_size(dataset_size, spec.auto.holdout)
-    if left < batch:
+    remaining = dataset_size - holdout_size(dataset_size, spec.auto.holdout)
+    if remaining < batch:
         raise SpecError(
-            f"auto.holdout {spec.auto.holdout:g}: {left} of {dataset_size} training samples are left to compare settings"
+            f"auto.holdout {spec.auto.holdout:g}: {remaining} of {dataset_size} training samples are left to compare settings"
             f" on, fewer than the batch of {batch}",
             "hold out less, or train with a smaller batch",
         )
@@ -224,11 +226,11 @@ def branch_samples(spec: JobSpec, rung: int, count: int, size: int) -> int:
 
     Args: as of `epochs`; size: training samples without the held-out part.
     """
-    return max(1, round(epochs(spec, rung, count) * size))
+    return max(1, round(branch_epochs(spec, rung, count) * size))
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningPlan:
     """What tuning takes beside the training itself."""
 
     branches: int
@@ -237,7 +239,7 @@ class Plan:
     samples: int = 0  # trained in all branches and in their common beginning, where batches divide among the ranks
 
 
-def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
+def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     """Count branches and their samples, at least; none where the method is not auto.
 
     Args:
@@ -246,40 +248,42 @@ def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
         dataset_size: training samples.
     """
     if not spec.train.facts.tunes:
-        return Plan(0, 0, 0)
-    found = arms(spec, batch)
-    rungs, holdout = sizes(len(found)), holdout_size(dataset_size, spec.auto.holdout)
+        return TuningPlan(0, 0, 0)
+    arms = arms_of_training(spec, batch)
+    rungs, holdout = rung_sizes(len(arms)), holdout_size(dataset_size, spec.auto.holdout)
     if not rungs:
-        return Plan(0, 0, holdout)
+        return TuningPlan(0, 0, holdout)
     size, after = dataset_size - holdout, spec.auto.after
-    beginning = Ramp(of_arms.of_training(spec, found[0], batch=batch, size=size)).steps(size=size, epochs=after)
-    samples = _counted(beginning)
+    beginning = Ramp(of_arms.stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
+        size=size, epochs=after
+    )
+    samples = _count_samples(beginning)
     for rung, number in enumerate(rungs, 1):
         # Of a further rung nobody knows the arms yet; all of a rung take nearly as many.
-        samples += sum(branch_trained(spec, arm, batch=batch, rung=rung, size=size) for arm in found[:number])
-    return Plan(sum(rungs), math.ceil(samples / batch), holdout, samples)
+        samples += sum(count_trained_samples(spec, arm, batch=batch, rung=rung, size=size) for arm in arms[:number])
+    return TuningPlan(sum(rungs), math.ceil(samples / batch), holdout, samples)
 
 
-def branch_trained(spec: JobSpec, arm: Arm, *, batch: int, rung: int, size: int) -> int:
+def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, rung: int, size: int) -> int:
     """Return the samples that a branch is trained on: what epochs' ends leave out does not count.
 
     Args: as of `plan`; arm: of the branch; size: training samples without the held-out part.
     """
     start = spec.auto.after * size
-    length = branch_samples(spec, rung, len(arms(spec, batch)), size)
-    ramp = Ramp(of_arms.of_branch(spec, arm, batch=batch, start=start, length=length))
-    epoch, done, trained = spec.auto.after, 0, 0
+    length = branch_samples(spec, rung, len(arms_of_training(spec, batch)), size)
+    ramp = Ramp(of_arms.stages_of_branch(spec, arm, batch=batch, start=start, length=length))
+    epoch, samples_done, trained = spec.auto.after, 0, 0
     while True:
-        steps = next(ramp.of_epoch(epoch, done=done, size=size), None)
+        steps = next(ramp.steps_of_epoch(epoch, samples_done=samples_done, size=size), None)
         if steps is None:
-            epoch, done = epoch + 1, 0
+            epoch, samples_done = epoch + 1, 0
             if epoch * size - start >= length:
                 return trained
             continue
-        done, trained = done + steps[0], trained + steps[0]
-        ended = next(ramp.of_epoch(epoch, done=done, size=size), None) is None
-        epoch, done = (epoch + 1, 0) if ended else (epoch, done)
-        if has_ended(epoch * size + done - start, length, ramp.batch_at(epoch * size + done)):
+        samples_done, trained = samples_done + steps[0], trained + steps[0]
+        is_epoch_end = next(ramp.steps_of_epoch(epoch, samples_done=samples_done, size=size), None) is None
+        epoch, samples_done = (epoch + 1, 0) if is_epoch_end else (epoch, samples_done)
+        if has_ended(epoch * size + samples_done - start, length, ramp.batch_at(epoch * size + samples_done)):
             return trained
 
 
@@ -288,7 +292,7 @@ def has_ended(passed: int, length: int, batch: int) -> bool:
     return passed + batch / 2 > length
 
 
-def _counted(steps: Mapping[int, int]) -> int:
+def _count_samples(steps: Mapping[int, int]) -> int:
     return sum(batch * count for batch, count in steps.items())
 
 
@@ -304,7 +308,7 @@ class Measured(Protocol):
 M = TypeVar("M", bound=Measured)
 
 
-def ranked(branches: Sequence[M]) -> list[M]:
+def rank_branches(branches: Sequence[M]) -> list[M]:
     """Return the branches of one rung, best first, by their loss on the held-out part; diverged ones are last.
 
     The loss and not the accuracy: on some hundred samples the accuracies of good arms are the same but for chance.
@@ -321,42 +325,44 @@ def survivors(branches: Sequence[Branch]) -> list[str]:
     Args:
         branches: of one rung, all of them.
     """
-    order = [branch.arm for branch in ranked(branches) if not branch.diverged or branch.arm == CONTROL]
-    staying = [arm for arm in order if arm in (CONTROL, FAVOURITE)]
-    if len(branches) <= AT_ONCE:
-        return [winner(branches)]
+    order = [branch.arm for branch in rank_branches(branches) if not branch.diverged or branch.arm == CONTROL_ARM]
+    staying = [arm for arm in order if arm in (CONTROL_ARM, FAVOURITE_ARM)]
+    if len(branches) <= MAX_FINAL_ARMS:
+        return [find_winner(branches)]
     half = math.ceil(len(branches) / 2)
-    others = [arm for arm in order if arm not in staying]
-    others = others[: max(half - len(staying), int(order[0] in others))]
-    return [arm for arm in order if arm in staying or arm in others]
+    other_arms = [arm for arm in order if arm not in staying]
+    other_arms = other_arms[: max(half - len(staying), int(order[0] in other_arms))]
+    return [arm for arm in order if arm in staying or arm in other_arms]
 
 
-def winner(branches: Sequence[Branch]) -> str:
+def find_winner(branches: Sequence[Branch]) -> str:
     """Return the arm that has won the longest branches: the favourite, unless one is clearly better; else the best."""
-    best, known = ranked(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
+    best, losses = rank_branches(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
     if best.diverged:
-        return CONTROL
-    own = known.get(FAVOURITE)
-    if own is None or best.loss is None or best.loss < (1 - MARGIN) * own:
+        return CONTROL_ARM
+    favourite_loss = losses.get(FAVOURITE_ARM)
+    if favourite_loss is None or best.loss is None or best.loss < (1 - LOSS_MARGIN) * favourite_loss:
         return best.arm
-    decays = {arm: loss for arm, loss in known.items() if arm.startswith(WITH_DECAY) and loss is not None}
-    other = min(decays, key=decays.__getitem__, default=FAVOURITE)
-    return other if decays.get(other, own) < (1 - CLEARLY) * own else FAVOURITE
+    decays = {arm: loss for arm, loss in losses.items() if arm.startswith(WITH_DECAY) and loss is not None}
+    challenger = min(decays, key=decays.__getitem__, default=FAVOURITE_ARM)
+    return (
+        challenger if decays.get(challenger, favourite_loss) < (1 - MIN_ADVANTAGE) * favourite_loss else FAVOURITE_ARM
+    )
 
 
-def next_best(branches: Sequence[Branch], broken: Sequence[str]) -> str:
+def next_best_arm(branches: Sequence[Branch], broken: Sequence[str]) -> str:
     """Return the arm to go on with where others broke down: the winner of the longest branches without them."""
     longest = max(branch.rung for branch in branches)
-    return winner([b for b in branches if b.rung == longest and (b.arm == CONTROL or b.arm not in broken)])
+    return find_winner([b for b in branches if b.rung == longest and (b.arm == CONTROL_ARM or b.arm not in broken)])
 
 
-def control_at_the_end(branches: Sequence[Branch]) -> Branch | None:
+def longest_control_branch(branches: Sequence[Branch]) -> Branch | None:
     """Return the control's longest branch."""
-    own = [branch for branch in branches if branch.arm == CONTROL]
-    return max(own, key=lambda branch: branch.rung, default=None)
+    control_branches = [branch for branch in branches if branch.arm == CONTROL_ARM]
+    return max(control_branches, key=lambda branch: branch.rung, default=None)
 
 
-def standing(names: Sequence[str], branches: Sequence[Branch]) -> tuple[Turn | None, str | None]:
+def next_branch_or_winner(names: Sequence[str], branches: Sequence[Branch]) -> tuple[BranchRequest | None, str | None]:
     """Return the next branch to train, or the winner; one of the two is None.
 
     Where the control beats the arms that came as far as it did, others get a chance against it, at that length: what is
@@ -366,42 +372,42 @@ def standing(names: Sequence[str], branches: Sequence[Branch]) -> tuple[Turn | N
         names: of all arms.
         branches: those trained so far.
     """
-    left, rung = _survived(names, branches)
-    if len(left) > 1:
-        done = [branch.arm for branch in branches if branch.rung == rung]
-        return Turn(rung, next(names.index(name) for name in left if name not in done)), None
-    last = [branch for branch in branches if branch.rung == rung - 1]
-    found = winner(last) if last else left[0]
-    if found == CONTROL and (other := _challenger(branches, rung - 1)) is not None:
-        return Turn(rung - 1, names.index(other)), None
-    return None, found
+    remaining_arms, rung = _surviving_arms(names, branches)
+    if len(remaining_arms) > 1:
+        trained_arms = [branch.arm for branch in branches if branch.rung == rung]
+        return BranchRequest(rung, next(names.index(name) for name in remaining_arms if name not in trained_arms)), None
+    last_rung = [branch for branch in branches if branch.rung == rung - 1]
+    leading_arm = find_winner(last_rung) if last_rung else remaining_arms[0]
+    if leading_arm == CONTROL_ARM and (challenger := _challenger(branches, rung - 1)) is not None:
+        return BranchRequest(rung - 1, names.index(challenger)), None
+    return None, leading_arm
 
 
-def _challenger(branches: Sequence[Branch], last: int) -> str | None:
+def _challenger(branches: Sequence[Branch], last_rung: int) -> str | None:
     """Return the arm that may meet the control in the last rung: the best of those that were better than it before."""
-    met = {branch.arm for branch in branches if branch.rung == last}
-    if len(met) > CHALLENGERS:
+    met = {branch.arm for branch in branches if branch.rung == last_rung}
+    if len(met) > MAX_CHALLENGERS:
         return None
-    for rung in range(last - 1, 0, -1):
-        order = [branch.arm for branch in ranked([b for b in branches if b.rung == rung])]
-        better = order[: order.index(CONTROL)] if CONTROL in order else []
+    for rung in range(last_rung - 1, 0, -1):
+        order = [branch.arm for branch in rank_branches([b for b in branches if b.rung == rung])]
+        better = order[: order.index(CONTROL_ARM)] if CONTROL_ARM in order else []
         if waiting := [arm for arm in better if arm not in met]:
             return waiting[0]
     return None
 
 
-def alive(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:
+def arms_of_rung(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:
     """Return the arms of the rung under way, in the order in which they are trained."""
-    return _survived(names, branches)[0]
+    return _surviving_arms(names, branches)[0]
 
 
-def _survived(names: Sequence[str], branches: Sequence[Branch]) -> tuple[list[str], int]:
+def _surviving_arms(names: Sequence[str], branches: Sequence[Branch]) -> tuple[list[str], int]:
     """Return the arms of the first rung that is not complete, and its number."""
-    left, rung = list(names), 1
-    while len(left) > 1:
-        done = {branch.arm: branch for branch in branches if branch.rung == rung}
-        if not all(name in done for name in left):
+    remaining_arms, rung = list(names), 1
+    while len(remaining_arms) > 1:
+        trained = {branch.arm: branch for branch in branches if branch.rung == rung}
+        if not all(name in trained for name in remaining_arms):
             break
-        kept = survivors([done[name] for name in left])
-        left, rung = [name for name in names if name in kept], rung + 1
-    return left, rung
+        surviving = survivors([trained[name] for name in remaining_arms])
+        remaining_arms, rung = [name for name in names if name in surviving], rung + 1
+    return remaining_arms, rung

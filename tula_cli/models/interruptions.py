@@ -14,19 +14,19 @@ from tula_cli.words import duration, plural
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointSchedule:
     """How often a script writes what it can go on from: in epochs, steps or seconds; all None where nothing tells it."""
 
-    goes_on: bool  # from a checkpoint at all
+    resumes: bool  # from a checkpoint at all
     asked: str = "none"  # script.save
     epochs: int | None = None
     steps: int | None = None
     seconds: float | None = None
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         """Whether it is known what an interruption loses."""
-        return not self.goes_on or any(value is not None for value in (self.epochs, self.steps, self.seconds))
+        return not self.resumes or any(value is not None for value in (self.epochs, self.steps, self.seconds))
 
     def hours_on_spot(self, training: TrainingTime, step_time: Any) -> Any:
         """Return the expected hours of a training on spot nodes by a script, which alone decides when it saves.
@@ -38,9 +38,9 @@ class Saving:
         work, interval = training.work, self.interval(step_time, epoch_steps=training.work.steps)
         if interval is None:
             return math.inf
-        stepping, beside = work.epochs * work.steps * step_time, training.overheads
+        stepping, overheads = work.epochs * work.steps * step_time, training.overheads
         wait, rate = training.wait, training.rate
-        return script_seconds(stepping, overheads=beside, interval=interval, rate=rate, wait=wait) / 3600
+        return script_seconds(stepping, overheads=overheads, interval=interval, rate=rate, wait=wait) / 3600
 
     def interval(self, step_time: Any, *, epoch_steps: Any) -> Any | None:
         """Return the seconds between two checkpoints; infinite where it goes on from none, None where nothing tells.
@@ -49,33 +49,33 @@ class Saving:
             step_time: seconds; a number, or an array with one for each of many configurations.
             epoch_steps: of an epoch, at the batch that is trained; likewise.
         """
-        if not self.goes_on:
+        if not self.resumes:
             return math.inf
         if self.epochs is not None:
             return self.epochs * epoch_steps * step_time
         return self.seconds if self.steps is None else self.steps * step_time
 
-    def words(self, step_time: float | None, *, epoch_steps: float | None) -> str:
+    def describe_loss(self, step_time: float | None, *, epoch_steps: float | None) -> str:
         """Say what an interruption costs.
 
         Args:
             step_time: seconds; None before it is measured.
             epoch_steps: of an epoch, at the batch that is trained; None likewise.
         """
-        if not self.goes_on:
+        if not self.resumes:
             return "it goes on from no checkpoint (no script.resume): an interruption costs all that was trained until then"
-        if not self.known:
-            return f"how often it saves is not known until it trains (or say script.resume.every){self._asked}"
-        every = self._every
+        if not self.is_known:
+            return f"how often it saves is not known until it trains (or say script.resume.every){self._setting_text}"
+        interval_text = self._interval_text
         timed = None if step_time is None or epoch_steps is None else self.interval(step_time, epoch_steps=epoch_steps)
         seconds = self.seconds if timed is None else timed
         if seconds is None:
-            return f"saves {every}: an interruption costs half of that on average{self._asked}"
+            return f"saves {interval_text}: an interruption costs half of that on average{self._setting_text}"
         lasts = f", {duration(seconds)}" if self.steps or self.epochs else ""
-        return f"saves {every}{lasts}: an interruption costs {duration(seconds / 2)} on average{self._asked}"
+        return f"saves {interval_text}{lasts}: an interruption costs {duration(seconds / 2)} on average{self._setting_text}"
 
     @property
-    def _every(self) -> str:
+    def _interval_text(self) -> str:
         if self.epochs is not None:
             return "each epoch" if self.epochs == 1 else f"every {plural(self.epochs, 'epoch')}"
         if self.steps is not None:
@@ -83,18 +83,20 @@ class Saving:
         return f"every {duration(self.seconds)}"
 
     @property
-    def _asked(self) -> str:
+    def _setting_text(self) -> str:
         if self.asked == "none":
             return "; nothing asks it to save before a time limit (script.save: none)"
         return f"; before a time limit it is asked to save ({self.asked})"
 
 
-def saving_of(spec: JobSpec, saves: Iterable[Save], *, dataset_size: int | None) -> Saving | None:
+def checkpoint_schedule_of_job(
+    spec: JobSpec, saves: Iterable[Save], *, dataset_size: int | None
+) -> CheckpointSchedule | None:
     """Return how often a job's script saves, as `saving` has it; None of tula's own loop."""
-    return None if spec.script is None else saving(spec.script, saves, dataset_size=dataset_size)
+    return None if spec.script is None else checkpoint_schedule(spec.script, saves, dataset_size=dataset_size)
 
 
-def saving(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> Saving:
+def checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> CheckpointSchedule:
     """Return how often a script saves: as its trainings have shown, else as its section says.
 
     Args:
@@ -102,20 +104,20 @@ def saving(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -
         saves: what its trainings have written.
         dataset_size: samples of an epoch; None where nothing tells it.
     """
-    resume, seen = script.resume, list(saves)
-    if resume is None and not seen:  # there are some of a script that was seen to resume by itself
-        return Saving(goes_on=False, asked=script.save)
-    if not seen:
-        every = resume.every if resume is not None else None
-        in_steps = every if isinstance(every, int) else None
-        return Saving(True, script.save, epochs=1 if every == "epoch" else None, steps=in_steps)
-    if epochs := _whole_epochs(seen, dataset_size):
-        return Saving(True, script.save, epochs=epochs)
-    steps = [save.steps for save in seen]
-    usual, times = statistics.mode(steps), [save.seconds for save in seen if save.seconds is not None]
+    resume, saves_ = script.resume, list(saves)
+    if resume is None and not saves_:  # there are some of a script that was seen to resume by itself
+        return CheckpointSchedule(resumes=False, asked=script.save)
+    if not saves_:
+        interval = resume.every if resume is not None else None
+        in_steps = interval if isinstance(interval, int) else None
+        return CheckpointSchedule(True, script.save, epochs=1 if interval == "epoch" else None, steps=in_steps)
+    if epochs := _whole_epochs(saves_, dataset_size):
+        return CheckpointSchedule(True, script.save, epochs=epochs)
+    steps = [save.steps for save in saves_]
+    usual, times = statistics.mode(steps), [save.seconds for save in saves_ if save.seconds is not None]
     if times and 2 * steps.count(usual) < len(steps):
-        return Saving(True, script.save, seconds=statistics.median(times))
-    return Saving(True, script.save, steps=usual)
+        return CheckpointSchedule(True, script.save, seconds=statistics.median(times))
+    return CheckpointSchedule(True, script.save, steps=usual)
 
 
 def _whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:

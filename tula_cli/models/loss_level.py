@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 WINDOW = 16
 """Steps whose median is the level of the loss."""
-LOST, OF_LOWEST, OF_NOISE = 0.5, 0.3, 6.0
+MAX_LOST_SHARE, OF_LOWEST, OF_NOISE = 0.5, 0.3, 6.0
 """A level is too high if it is above the lowest one by this share of what was learned, of the lowest level itself, and by so
 many standard deviations of single steps."""
 WHOLE, PARTLY = 0.9, 0.25
@@ -24,7 +24,7 @@ SOUND, FEW = 0.25, 3
 """Of that rise: up to so much of it a loss is as it was before, in so many steps."""
 
 
-def patience(steps: int) -> int:
+def max_spike_steps(steps: int) -> int:
     """Return for how many steps of a training of so many a spike may last: in a short one a tenth, in a long one a hundredth."""
     return max(16, min(40, steps // 10), steps // 100)
 
@@ -74,12 +74,12 @@ class LossLevel:
         return statistics.median(self.newest) if len(self.newest) == WINDOW else math.inf
 
     def _count_steps_above(self, *, is_high: bool) -> None:
-        level, first = self.level, self.first
-        if not is_high or first is None:
+        level, first_level = self.level, self.first
+        if not is_high or first_level is None:
             self.above = 0
             return
         self.highest = max(self.highest, level) if self.above else level
-        is_partial = self.highest - self.lowest < WHOLE * (first - self.lowest)
+        is_partial = self.highest - self.lowest < WHOLE * (first_level - self.lowest)
         fall = max(RECOVERED * (self.highest - self.lowest), OF_SPREAD * self._spread())
         if is_partial and self.highest - level > fall:
             self.lowest, self.noise, self.above = level, self._spread(), 0
@@ -95,4 +95,4 @@ class LossLevel:
         """Return the rise above the lowest level that is too high."""
         if self.first is None:
             return math.inf
-        return max(LOST * (self.first - self.lowest), OF_LOWEST * abs(self.lowest), OF_NOISE * self.noise)
+        return max(MAX_LOST_SHARE * (self.first - self.lowest), OF_LOWEST * abs(self.lowest), OF_NOISE * self.noise)

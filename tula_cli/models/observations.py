@@ -8,8 +8,8 @@ from typing import TypeVar
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
-from tula_cli.models.ramp.by_noise import NoisePath, stages_doubted
-from tula_cli.models.time.noise import centre
+from tula_cli.models.ramp.by_noise import NoisePath, warn_missing_noise
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.models.time.steptime import Observation
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -45,7 +45,7 @@ class TooFew(BadMeasurements):
     """More probes would do: those under way, or a next call of `tula profile`."""
 
 
-def observation(probe: Measured) -> Observation:
+def as_observation(probe: Measured) -> Observation:
     return Observation(
         nodes=probe.nodes,
         gpus_per_node=probe.gpus_per_node,
@@ -55,30 +55,30 @@ def observation(probe: Measured) -> Observation:
     )
 
 
-def not_as_forecast(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None) -> list[str]:
+def warn_limits(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None) -> list[str]:
     """Return where times, shapes and claims are other than they are forecast, and what a forecast leaves out."""
     return [
-        *bounds(spec, measured),
-        *other_shape(spec, measured),
+        *warn_upper_bounds(spec, measured),
+        *warn_other_algorithm(spec, measured),
         *claims.doubts(measured),
-        *not_measured(spec, measured),
-        *stages_doubted(spec, noise),
+        *warn_not_measured(spec, measured),
+        *warn_missing_noise(spec, noise),
     ]
 
 
-def bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
+def warn_upper_bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
     """Return what is known beforehand to take less than is forecast."""
     if not spec.train.facts.measured_as or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
         return []
     return [spec.train.facts.measured_as]
 
 
-def other_shape(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
+def warn_other_algorithm(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
     """Say where NCCL took a tree for its largest all-reduce on the most nodes and the time model has a ring, or vice versa."""
-    told = [probe for probe in measured if probe.environment.allreduce]
-    if not told:
+    probes = [probe for probe in measured if probe.environment.allreduce]
+    if not probes:
         return []
-    probe = max(told, key=lambda probe: probe.nodes)
+    probe = max(probes, key=lambda probe: probe.nodes)
     chosen = probe.environment.allreduce[max(probe.environment.allreduce)].partition(",")[0]
     modelled = spec.cluster.collective
     if {chosen, modelled} != {"ring", "tree"}:
@@ -89,12 +89,16 @@ def other_shape(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
     ]
 
 
-def not_measured(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+def warn_not_measured(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     """Say what the forecast leaves out, because a script of the user's own, or a single local batch, does not tell it."""
-    return [*_left_out(spec, measured), *_memory_unknown(spec, measured), *_stages_unknown(spec, measured)]
+    return [
+        *_warn_left_out(spec, measured),
+        *_warn_unknown_memory(spec, measured),
+        *_warn_unknown_stages(spec, measured),
+    ]
 
 
-def _stages_unknown(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+def _warn_unknown_stages(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     if not spec.train.stages or len({probe.local_batch for probe in measured}) > 1:
         return []
     return [
@@ -103,25 +107,25 @@ def _stages_unknown(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     ]
 
 
-def _left_out(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+def _warn_left_out(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     overheads = [probe.overheads for probe in measured]
-    no_eval = all(beside.eval_batch is None or beside.eval_batch_size is None for beside in overheads)
-    no_saves = all(beside.checkpoint is None for beside in overheads)
+    no_eval = all(overhead.eval_batch is None or overhead.eval_batch_size is None for overhead in overheads)
+    no_saves = all(overhead.checkpoint is None for overhead in overheads)
     missing = [
         *(["evaluation"] if no_eval or all(probe.eval_size is None for probe in measured) else []),
         *(["checkpoints"] if no_saves else []),
-        *(["refreshes of the scaling factors"] if refresh.unknown(spec, measured) else []),
+        *(["refreshes of the scaling factors"] if refresh.is_refresh_time_unknown(spec, measured) else []),
     ]
     if not missing:
         return []
-    held = f"no {missing[0]}" if len(missing) == 1 else f"neither {' nor '.join(missing)}"
+    missing_text = f"no {missing[0]}" if len(missing) == 1 else f"neither {' nor '.join(missing)}"
     unsaved = spec.script is None and spec.train.checkpoint_every == "auto"
     lost = no_saves and spec.pricing.spot is not None and unsaved
     spot = "; on spot nodes an interruption is taken to lose what came since the epoch began" if lost else ""
-    return [f"time and cost hold {held} (not measured of the script){spot}"]
+    return [f"time and cost hold {missing_text} (not measured of the script){spot}"]
 
 
-def _memory_unknown(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+def _warn_unknown_memory(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     on_gpu = [probe for probe in measured if probe.environment.device == "cuda"]
     if not on_gpu:
         return []
@@ -139,7 +143,7 @@ def _memory_unknown(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     ]
 
 
-def require_some(
+def require_measurements(
     measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed], *, script: bool
 ) -> None:
     if measured:
@@ -160,50 +164,48 @@ def require_some(
 
 
 def require_one_hardware(measured: Sequence[Measured]) -> None:
-    if why := mixed_hardware(measured):
+    if why := describe_mixed_hardware(measured):
         raise BadMeasurements(why, _PIN)
 
 
-def mixed_hardware(measured: Sequence[Measured]) -> str:
+def describe_mixed_hardware(measured: Sequence[Measured]) -> str:
     """Say where probes ran on different hardware: what they measured belongs to different fits. Empty where they did not."""
     for probe in measured:
         if probe.environment.mixed:
-            return (
-                f"{probe.id} ran on different hardware at once ({_by_node(probe)}): its times are those of the slowest"
-            )
+            return f"{probe.id} ran on different hardware at once ({_hardware_of(probe)}): its times are those of the slowest"
     where: dict[str, list[str]] = {}
     for probe in measured:
         where.setdefault(probe.environment.hardware, []).append(probe.id)
     if len(where) < 2:
         return ""
-    found = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
-    return f"the probes ran on different hardware and cannot be fitted together ({found})"
+    description = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
+    return f"the probes ran on different hardware and cannot be fitted together ({description})"
 
 
-def _by_node(probe: Measured) -> str:
+def _hardware_of(probe: Measured) -> str:
     return "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
 
 
 def capacity_of(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
     """Return the bytes of one GPU: the least that probes found, else what is known without them; None for no bound."""
-    known = [probe.capacity for probe in measured if probe.capacity is not None]
-    if known:
-        return min(known)
+    capacities = [probe.capacity for probe in measured if probe.capacity is not None]
+    if capacities:
+        return min(capacities)
     return (inspection.capacity if inspection else None) or spec.cluster.memory_per_gpu
 
 
-def doubts(measured: Sequence[Measured]) -> list[str]:
+def measurement_warnings(measured: Sequence[Measured]) -> list[str]:
     """Return what makes these measurements less than they seem."""
     return [
-        *_oversubscribed(measured),
-        *_software(measured),
-        *_thrashing(measured),
-        *_waiting(measured),
-        *_held_down(measured),
+        *_warn_oversubscribed(measured),
+        *_warn_software(measured),
+        *_warn_thrashing(measured),
+        *_warn_waiting_for_data(measured),
+        *_warn_throttled(measured),
     ]
 
 
-def _oversubscribed(measured: Sequence[Measured]) -> list[str]:
+def _warn_oversubscribed(measured: Sequence[Measured]) -> list[str]:
     nodes = sorted({probe.nodes for probe in measured if probe.oversubscribed})
     if not nodes:
         return []
@@ -212,68 +214,68 @@ def _oversubscribed(measured: Sequence[Measured]) -> list[str]:
     return [f"oversubscribed: more ranks than {shared} on {listed} nodes; these step times hold on this machine only"]
 
 
-def _software(measured: Sequence[Measured]) -> list[str]:
+def _warn_software(measured: Sequence[Measured]) -> list[str]:
     versions = sorted({f"torch {probe.environment.torch}, driver {probe.environment.driver}" for probe in measured})
-    apart = [probe for probe in measured if len({node.driver for node in probe.environment.nodes}) > 1]
-    if len(versions) < 2 and not apart:
+    differing = [probe for probe in measured if len({node.driver for node in probe.environment.nodes}) > 1]
+    if len(versions) < 2 and not differing:
         return []
     return [f"the probes ran with different software ({'; '.join(versions)})"]
 
 
-def _thrashing(measured: Sequence[Measured]) -> list[str]:
+def _warn_thrashing(measured: Sequence[Measured]) -> list[str]:
     return [
-        f"{_named(probe)} flushed the allocator's cache {probe.allocator_retries} times: its steps are slower than need be"
+        f"{_name_configuration(probe)} flushed the allocator's cache {probe.allocator_retries} times: its steps are slower than need be"
         for probe in measured
         if probe.allocator_retries
     ]
 
 
-def _waiting(measured: Sequence[Measured]) -> list[str]:
+def _warn_waiting_for_data(measured: Sequence[Measured]) -> list[str]:
     """Say where the data loader sets the pace. Each rank has its own: more nodes bring more of them."""
-    waits = [probe for probe in measured if _waits(probe)]
+    waits = [probe for probe in measured if _is_waiting_for_data(probe)]
     if not waits:
         return []
     return [
-        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({_places(waits)}); it sets"
-        f" the pace, and faster GPUs or links do not help there; more loader workers (train.workers) may{_rates(waits)}"
+        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({_name_configurations(waits)}); it sets"
+        f" the pace, and faster GPUs or links do not help there; more loader workers (train.workers) may{_describe_rates(waits)}"
     ]
 
 
-def _waits(probe: Measured) -> bool:
+def _is_waiting_for_data(probe: Measured) -> bool:
     """Return whether the loader sets the pace: where its workers deliver all at once, most steps wait for nothing."""
-    if probe.data_wait is not None and probe.data_wait > _WAITING * centre(probe.step_times):
+    if probe.data_wait is not None and probe.data_wait > _WAITING * trimmed_mean(probe.step_times):
         return True
     alone, cached = probe.loader_time, probe.cached_time
     return alone is not None and cached is not None and cached < (1 - _WAITING) * alone
 
 
-def _rates(waits: Iterable[Measured]) -> str:
+def _describe_rates(waits: Iterable[Measured]) -> str:
     """Say what the loader takes, and a step without it, where it is furthest behind; empty for older results."""
-    known = [(p.loader_time, p.cached_time, p) for p in waits if p.loader_time is not None and p.cached_time]
-    if not known:
+    rates = [(p.loader_time, p.cached_time, p) for p in waits if p.loader_time is not None and p.cached_time]
+    if not rates:
         return ""
-    alone, cached, probe = max(known, key=lambda row: row[0] / row[1])
+    alone, cached, probe = max(rates, key=lambda row: row[0] / row[1])
     return (
         f" (with {place(probe.nodes, probe.local_batch)} it makes the data of a step in {1000 * alone:.3g} ms, and a step on"
         f" data that is there takes {1000 * cached:.3g})"
     )
 
 
-def _held_down(measured: Sequence[Measured]) -> list[str]:
+def _warn_throttled(measured: Sequence[Measured]) -> list[str]:
     """Say where GPUs ran below their clocks while they were timed."""
-    held = [(probe, state) for probe in measured for state in probe.gpus or () if state.held_down]
-    if not held:
+    throttled = [(probe, state) for probe in measured for state in probe.gpus or () if state.held_down]
+    if not throttled:
         return []
-    slowest = min((state for _, state in held), key=lambda state: state.sm_mhz)
-    reasons = sorted({reason for _, state in held for reason in state.held_down})
-    where = _places(list({probe.id: probe for probe, _ in held}.values()))
+    slowest = min((state for _, state in throttled), key=lambda state: state.sm_mhz)
+    reasons = sorted({reason for _, state in throttled for reason in state.held_down})
+    where = _name_configurations(list({probe.id: probe for probe, _ in throttled}.values()))
     return [
         f"throttled: the clocks of GPUs were held down by {' and '.join(reasons)} while steps were timed ({where}; down to"
         f" {slowest.sm_mhz} MHz at {slowest.watts:.0f} W): a cooler GPU, or one with another power limit, takes another time"
     ]
 
 
-def _places(probes: Iterable[Measured]) -> str:
+def _name_configurations(probes: Iterable[Measured]) -> str:
     """Name probes by their nodes."""
     sizes: dict[int, list[str]] = {}
     for probe in probes:
@@ -281,5 +283,5 @@ def _places(probes: Iterable[Measured]) -> str:
     return "; ".join(f"{plural(n)} at local batch {', '.join(batches)}" for n, batches in sizes.items())
 
 
-def _named(probe: Measured) -> str:
+def _name_configuration(probe: Measured) -> str:
     return place(probe.nodes, probe.local_batch)

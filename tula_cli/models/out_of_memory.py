@@ -10,7 +10,7 @@ from tula_cli.spec.job import JobSpec
 Number = Any
 """A number, or an array of them."""
 
-FEWEST_NORMALISED = 8
+MIN_NORMALISED = 8
 """Samples over which BatchNorm takes its statistics at least: over fewer their noise, not the batch, decides what is learned
 (Wu and He 2018, figure 1, see the error of ResNet-50 grow from 8 samples downwards)."""
 
@@ -55,34 +55,34 @@ def splits_of(
         micro_batches: of a step on one GPU, uncut.
         limits: what a smaller micro-batch has to fulfil, and why.
     """
-    found: list[int] = []
+    splits: list[int] = []
     least = 2
-    for parts in divisors(micro_batch):
-        if parts < least:
+    for split in divisors(micro_batch):
+        if split < least:
             continue
-        broken = [why for holds, why in limits if not holds(micro_batch // parts)]
+        broken = [why for holds, why in limits if not holds(micro_batch // split)]
         if broken:
-            return _splits(batch, micro_batch, micro_batches, found, broken[0])
-        found.append(parts)
-        least = 2 * parts
-    return _splits(batch, micro_batch, micro_batches, found, "it holds one sample")
+            return _make_splits(batch, micro_batch, micro_batches, splits, broken[0])
+        splits.append(split)
+        least = 2 * split
+    return _make_splits(batch, micro_batch, micro_batches, splits, "it holds one sample")
 
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a positive number, ascending."""
-    found, left, prime = {1}, number, 2
-    while left > 1:
-        if prime * prime > left:
-            prime = left
-        if left % prime:
+    divisors, remaining, prime = {1}, number, 2
+    while remaining > 1:
+        if prime * prime > remaining:
+            prime = remaining
+        if remaining % prime:
             prime += 1
         else:
-            left //= prime
-            found |= {divisor * prime for divisor in found}
-    return sorted(found)
+            remaining //= prime
+            divisors |= {divisor * prime for divisor in divisors}
+    return sorted(divisors)
 
 
-def _splits(batch: int, micro_batch: int, micro_batches: int, into: list[int], limit: str) -> Splits:
+def _make_splits(batch: int, micro_batch: int, micro_batches: int, into: list[int], limit: str) -> Splits:
     return Splits(batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, into=tuple(into), limit=limit)
 
 
@@ -97,14 +97,19 @@ def batch_norm_limit(*, ranks: int = 1, ghost: int | None = None) -> tuple[Calla
     def holds(micro_batch: int) -> bool:
         if ghost is not None and micro_batch >= ghost:
             return micro_batch % ghost == 0
-        return micro_batch * ranks >= FEWEST_NORMALISED
+        return micro_batch * ranks >= MIN_NORMALISED
 
-    rest = "" if ghost is None else f", or over what ghost batches of {ghost} leave"
-    return holds, f"BatchNorm would take its statistics over fewer than {FEWEST_NORMALISED} samples{rest}"
+    ghost_text = "" if ghost is None else f", or over what ghost batches of {ghost} leave"
+    return holds, f"BatchNorm would take its statistics over fewer than {MIN_NORMALISED} samples{ghost_text}"
 
 
-def after_out_of_memory(
-    batches: Sequence[int], splits: int, known: MicroBatches | None, *, why_not: str = "", stage: int | None = None
+def next_fallback(
+    batches: Sequence[int],
+    splits: int,
+    micro_batches: MicroBatches | None,
+    *,
+    why_not: str = "",
+    stage: int | None = None,
 ) -> Fallback | None:
     """Return what to train next; None where nothing is left that would take less memory.
 
@@ -118,44 +123,48 @@ def after_out_of_memory(
         why_not: why they are not cut in this training; empty where they are.
         stage: the batch in use, where that is a smaller one (`train.ramp`); its own micro-batches have to become smaller.
     """
-    own = known.of(batches[0]) if known is not None else None
-    words = f"out of memory at batch {batches[0]}"
+    splits_ = micro_batches.splits_of_batch(batches[0]) if micro_batches is not None else None
+    message = f"out of memory at batch {batches[0]}"
     if stage is not None:
-        words = f"out of memory at batch {stage}, in a stage before batch {batches[0]}"
-    if why_not or known is None or own is None:
-        told = why_not or "the ranks ended before they knew how far that may go"
+        message = f"out of memory at batch {stage}, in a stage before batch {batches[0]}"
+    if why_not or micro_batches is None or splits_ is None:
+        reason = why_not or "the ranks ended before they knew how far that may go"
         # Where the user has asked for it there is nothing to explain.
-        explained = words if why_not == "train.oom is shrink" else f"{words}; its micro-batches are not cut: {told}"
+        explained = (
+            message if why_not == "train.oom is shrink" else f"{message}; its micro-batches are not cut: {reason}"
+        )
         return Fallback(1, 1, explained) if len(batches) > 1 else None
-    failed = own.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)
-    following = next((parts for parts in own.into if own.micro_batch / parts < failed), None)
+    failed = splits_.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)
+    following = next((split for split in splits_.into if splits_.micro_batch / split < failed), None)
     if following is not None:
-        now = f"micro-batch {own.micro_batch // following} x {own.micro_batches * following} now"
-        return Fallback(0, following, f"{words}: {now}{_normalised(known, own, following)}")
-    words = f"{words} in micro-batches of {int(failed)}, which are not cut further: {own.limit}"
+        current = f"micro-batch {splits_.micro_batch // following} x {splits_.micro_batches * following} now"
+        return Fallback(
+            0, following, f"{message}: {current}{_describe_normalisation(micro_batches, splits_, following)}"
+        )
+    message = f"{message} in micro-batches of {int(failed)}, which are not cut further: {splits_.limit}"
     for rung, batch in enumerate(batches[1:], 1):
-        smaller = known.of(batch)
+        smaller = micro_batches.splits_of_batch(batch)
         if smaller is None:
             continue
-        for parts in (1, *smaller.into):
-            if smaller.micro_batch / parts < failed:
-                return Fallback(rung, parts, words)
+        for split in (1, *smaller.into):
+            if smaller.micro_batch / split < failed:
+                return Fallback(rung, split, message)
     return None
 
 
-def _normalised(known: MicroBatches, own: Splits, parts: int) -> str:
+def _describe_normalisation(micro_batches: MicroBatches, splits: Splits, split: int) -> str:
     """Say over how many samples BatchNorm takes its statistics now, where it does."""
-    samples = known.normalised * own.micro_batch // parts
+    samples = micro_batches.normalised * splits.micro_batch // split
     return f", with {STATISTICS} {samples} samples" if samples else ""
 
 
-def statistics_told(cause: str) -> str:
+def statistics_in_cause(cause: str) -> str:
     """Return what the cause of a relaunch tells of BatchNorm's statistics; empty where they stayed as they were."""
-    _, found, rest = cause.partition(f"{STATISTICS} ")
-    return f"{found}{rest}"
+    _, separator, text = cause.partition(f"{STATISTICS} ")
+    return f"{separator}{text}"
 
 
-def ruled_out(ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, sharded: bool) -> int | None:
+def smallest_ruled_out(ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, sharded: bool) -> int | None:
     """Return the smallest local batch whose out-of-memory tells that a configuration does not fit; None where none does.
 
     Args:

@@ -34,26 +34,28 @@ class OverheadModel:
     probes: Sequence[Measured]  # at least one
     shutdown: float  # seconds from the last measurement of a job to its end
 
-    def at(self, nodes: Ints, local_batch: Ints, batch: Ints) -> OverheadColumns:
+    def overheads_at(self, nodes: Ints, local_batch: Ints, batch: Ints) -> OverheadColumns:
         """Return the overheads of configurations: those of the nearest local batch, and what no batch changes of the nearest
         number of nodes.
 
         Args:
             nodes, local_batch, batch: shape (n,).
         """
-        told = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
-        near = told or self.probes
-        place = nearest(
+        probes = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
+        near = probes or self.probes
+        nearest_probe = nearest(
             apart([probe.local_batch for probe in near], local_batch), apart([probe.nodes for probe in near], nodes)
         )
-        startup = self._by_nodes([(probe.nodes, probe.overheads.startup) for probe in self.probes], nodes)
+        startup = self._medians_by_nodes([(probe.nodes, probe.overheads.startup) for probe in self.probes], nodes)
         saves = [(probe.nodes, save) for probe in self.probes if (save := probe.overheads.checkpoint) is not None]
         return OverheadColumns(
             startup=startup + self.shutdown,
-            eval_batch=np.array([probe.overheads.eval_batch for probe in near], dtype=float)[place] if told else None,
-            eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in near])[place],
-            checkpoint=self._by_nodes(saves, nodes) if saves else None,
-            refresh=refresh.seconds(self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch),
+            eval_batch=np.array([probe.overheads.eval_batch for probe in near], dtype=float)[nearest_probe]
+            if probes
+            else None,
+            eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in near])[nearest_probe],
+            checkpoint=self._medians_by_nodes(saves, nodes) if saves else None,
+            refresh=refresh.refresh_seconds(self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch),
         )
 
     @cached_property
@@ -62,37 +64,37 @@ class OverheadModel:
         spread: list[float] = []
         for nodes in {probe.nodes for probe in self.probes}:
             # The probes of one job started together: they tell the same.
-            seen = sorted({probe.overheads.startup for probe in self.probes if probe.nodes == nodes})
-            spread.append(statistics.median(seen))
+            startups = sorted({probe.overheads.startup for probe in self.probes if probe.nodes == nodes})
+            spread.append(statistics.median(startups))
         return Z90 * statistics.stdev(spread) if len(spread) > 1 else 0.0
 
-    def _by_nodes(self, told: Sequence[tuple[int, float]], nodes: Ints) -> Floats:
+    def _medians_by_nodes(self, values: Sequence[tuple[int, float]], nodes: Ints) -> Floats:
         """Return the medians over the nearest number of nodes, shape (n,)."""
-        counts = list(dict.fromkeys(count for count, _ in told))
-        medians = [statistics.median(seconds for other, seconds in told if other == count) for count in counts]
+        counts = list(dict.fromkeys(count for count, _ in values))
+        medians = [statistics.median(seconds for count_, seconds in values if count_ == count) for count in counts]
         distinct, where = np.unique(nodes, return_inverse=True)
-        found: Floats = np.array(medians)[nearest(apart(counts, distinct))][where]
-        return found
+        medians_: Floats = np.array(medians)[nearest(apart(counts, distinct))][where]
+        return medians_
 
 
-def shutdown_of(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
+def median_shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
     """Return the median seconds between the last result of a job and its end; 0 where no job tells."""
-    found = []
+    seconds = []
     for attempt in attempts:
         if attempt.outcome != "done" or attempt.ended_at is None:
             continue
         inside = [p.measured_at for p in measured if attempt.started_at <= p.measured_at <= attempt.ended_at]
         if inside:
-            found.append(attempt.ended_at - max(inside))
-    return statistics.median(found) if found else 0.0
+            seconds.append(attempt.ended_at - max(inside))
+    return statistics.median(seconds) if seconds else 0.0
 
 
-def queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) -> float:
+def median_queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) -> float:
     """Return the median seconds that jobs have waited in a queue from their submission to their first start; 0 where none tells."""
     started: dict[str, float] = {}
     for attempt in attempts:
         allocation = attempt.job_id
         started[allocation] = min(attempt.started_at, started.get(allocation, attempt.started_at))
-    there = [job for job in jobs if job.scheduler != "local" and job.scheduler_id in started]
-    waits = [max(0.0, started[job.scheduler_id] - job.submitted_at) for job in there]
+    queued_jobs = [job for job in jobs if job.scheduler != "local" and job.scheduler_id in started]
+    waits = [max(0.0, started[job.scheduler_id] - job.submitted_at) for job in queued_jobs]
     return statistics.median(waits) if waits else 0.0

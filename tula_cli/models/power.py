@@ -20,9 +20,9 @@ Floats = NDArray[np.float64]
 Number = Any
 """A number, or an array of them."""
 
-_FEWEST = 3  # probes that P and e are told apart by; fewer tell one power for all
-_ALIKE = 1e4  # condition of the columns beyond which step time and batch are proportional in all probes
-_NOTHING = 1e-3  # a part that is less than this share of the energy in every probe
+_MIN_PROBES = 3  # probes that P and e are told apart by; fewer tell one power for all
+_MAX_CONDITION = 1e4  # condition of the columns beyond which step time and batch are proportional in all probes
+_MIN_SHARE = 1e-3  # a part that is less than this share of the energy in every probe
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ class PowerModel:
         return Power(joules / seconds, error)
 
 
-def fit(probes: Iterable[Measured]) -> PowerModel | None:
+def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
     """Fit the probes that tell their energy; None where none does."""
-    seen = list(probes)
-    told = [probe for probe in seen if probe.energy is not None]
-    if not told:
+    probes_ = list(probes)
+    probes_with_energy = [probe for probe in probes_ if probe.energy is not None]
+    if not probes_with_energy:
         return None
-    rows = np.array([[_seconds(probe), probe.local_batch] for probe in told], dtype=float)
-    rows /= np.array([[_watts(probe) * _seconds(probe)] for probe in told])
-    found = _two(rows) if len(told) >= _FEWEST else None
+    rows = np.array([[_seconds(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
+    rows /= np.array([[_watts(probe) * _seconds(probe)] for probe in probes_with_energy])
+    found = _two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
     columns = rows[:, :1] if found is None else rows
-    coefficients = _solved(columns) if found is None else found
+    coefficients = _solve(columns) if found is None else found
     residuals = columns @ coefficients - 1
     idle, per_sample = (*map(float, coefficients), 0.0)[:2]
     return PowerModel(
         idle=idle,
         per_sample=per_sample,
-        words=_words(idle, per_sample, residuals, told=len(told), of=len(seen)),
-        error=_half(residuals, parameters=len(coefficients)),
+        words=_describe_power(idle, per_sample, residuals, probe_count=len(probes_with_energy), of=len(probes_)),
+        error=_half_interval(residuals, parameters=len(coefficients)),
         _spread=np.linalg.inv(columns.T @ columns),
     )
 
@@ -93,20 +93,20 @@ def _watts(probe: Measured) -> float:
     return probe.energy / (probe.nodes * probe.gpus_per_node * _seconds(probe))
 
 
-def _two(rows: Floats) -> Floats | None:
+def _two_coefficients(rows: Floats) -> Floats | None:
     """Return P and e; None where the probes do not tell them apart, or one would be nothing, or negative."""
     scale = np.linalg.norm(rows, axis=0)
-    if np.linalg.cond(rows / scale) > _ALIKE:
+    if np.linalg.cond(rows / scale) > _MAX_CONDITION:
         return None
-    found = _solved(rows)
-    return found if np.all(found * rows.max(axis=0) > _NOTHING) else None
+    coefficients = _solve(rows)
+    return coefficients if np.all(coefficients * rows.max(axis=0) > _MIN_SHARE) else None
 
 
-def _solved(rows: Floats) -> Floats:
+def _solve(rows: Floats) -> Floats:
     return np.asarray(np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0], dtype=np.float64)
 
 
-def _half(residuals: Floats, *, parameters: int) -> float | None:
+def _half_interval(residuals: Floats, *, parameters: int) -> float | None:
     freedom = len(residuals) - parameters
     if freedom < 1:
         return None
@@ -115,15 +115,17 @@ def _half(residuals: Floats, *, parameters: int) -> float | None:
     return float(stdtrit(freedom, 0.95)) * float(np.sqrt(residuals @ residuals / freedom))
 
 
-def _words(idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, told: int, of: int) -> str:
-    rest = f" and {number(per_sample)} J a sample" if per_sample else ", whatever the batch"
-    error = "" if told < 2 else f"; off by {float(np.median(np.abs(residuals))):.1%} in the median"
-    return f"{number(idle)} W a GPU{rest}, from {told} of {plural(of, 'probe')}{error}"
+def _describe_power(
+    idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, probe_count: int, of: int
+) -> str:
+    per_sample_text = f" and {number(per_sample)} J a sample" if per_sample else ", whatever the batch"
+    error = "" if probe_count < 2 else f"; off by {float(np.median(np.abs(residuals))):.1%} in the median"
+    return f"{number(idle)} W a GPU{per_sample_text}, from {probe_count} of {plural(of, 'probe')}{error}"
 
 
-def end(kwh: Floats, found: Power, bound: Floats, hours: Floats, *, side: int) -> Floats:
+def interval_end(kwh: Floats, power: Power, bound: Floats, hours: Floats, *, sign: int) -> Floats:
     """Return an end of the 90 % interval, nan without one: the errors of power and of time come together by chance alone."""
-    if found.error is None:
+    if power.error is None:
         return np.full(len(kwh), np.nan)
-    reached: Floats = np.maximum(0.0, kwh * (1 + side * np.hypot(found.error, bound / hours - 1)))
+    reached: Floats = np.maximum(0.0, kwh * (1 + sign * np.hypot(power.error, bound / hours - 1)))
     return reached

@@ -13,14 +13,14 @@ CURVE_TOLERANCE = 0.03
 """The same at equal samples of two curves, as a share of the range that they pass through: a slow schedule moves little."""
 ROUNDING = 1e-6
 """Relative, of a learning rate that is a 32-bit number or was written on a command line."""
-NO_STEP = (
+NO_STEP_SEEN = (
     "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
     " -I, -E and -S?"
 )
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ResumeJudgement:
     """`verdict` None: not found out. `told` holds all sentences, `faults` those of what is wrong."""
 
     verdict: Verdict | None
@@ -38,7 +38,7 @@ class _Resumed:
     faults: tuple[str, ...] = ()
 
 
-def judged(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> Judgement:
+def judge_resume_test(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> ResumeJudgement:
     """Return what the starts of a rehearsal come to; what they have not reached is told, never assumed.
 
     Args:
@@ -46,32 +46,32 @@ def judged(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> Judgement:
         lr_ratio: what the command line makes of the learning rate at half the batch, relative to the whole; None where the
             script has its own.
     """
-    begin, same, half = (_last(starts, phase) for phase in ("begin", "same", "half"))
+    begin, same, half = (_last_of_phase(starts, phase) for phase in ("begin", "same", "half"))
     if begin is None or same is None or begin.saved_samples is None:
-        return Judgement(None, (_no_checkpoint(begin),))
-    first = _resumed(begin, same, lr_ratio=1.0)
+        return ResumeJudgement(None, (_explain_no_checkpoint(begin),))
+    same_batch = _judge_resumed(begin, same, lr_ratio=1.0)
     if same.ended == "failed" and same.outcome != "user":
-        return Judgement(None, (f"not rehearsed: at batch {same.batch} {same.why}",))
-    if same.ended == "cut" and not first.faults:
-        return Judgement(None, first.told)  # it might as well have begun anew
-    if first.useless:
-        return Judgement("none", first.told, first.faults)
+        return ResumeJudgement(None, (f"not rehearsed: at batch {same.batch} {same.why}",))
+    if same.ended == "cut" and not same_batch.faults:
+        return ResumeJudgement(None, same_batch.told)  # it might as well have begun anew
+    if same_batch.useless:
+        return ResumeJudgement("none", same_batch.told, same_batch.faults)
     if half is None:
-        return Judgement("same", (*first.told, "not rehearsed at another batch"), first.faults)
-    second = _resumed(begin, half, lr_ratio=lr_ratio)
+        return ResumeJudgement("same", (*same_batch.told, "not rehearsed at another batch"), same_batch.faults)
+    second = _judge_resumed(begin, half, lr_ratio=lr_ratio)
     schedule = "" if second.faults else _schedule_fault(begin, same, half, lr_ratio)
-    reasons = (*first.told, *second.told, *([schedule] if schedule else []))
-    faults = (*first.faults, *second.faults, *([schedule] if schedule else []))
-    if not second.exact or first.faults or schedule:
-        return Judgement("same", reasons, faults)
-    return Judgement("epoch" if _at_epoch_end(begin) else "any", reasons, faults)
+    reasons = (*same_batch.told, *second.told, *([schedule] if schedule else []))
+    faults = (*same_batch.faults, *second.faults, *([schedule] if schedule else []))
+    if not second.exact or same_batch.faults or schedule:
+        return ResumeJudgement("same", reasons, faults)
+    return ResumeJudgement("epoch" if _is_at_epoch_end(begin) else "any", reasons, faults)
 
 
-def _last(starts: Sequence[Rehearsed], phase: Phase) -> Rehearsed | None:
+def _last_of_phase(starts: Sequence[Rehearsed], phase: Phase) -> Rehearsed | None:
     return next((start for start in reversed(starts) if start.phase == phase), None)
 
 
-def _no_checkpoint(begin: Rehearsed | None) -> str:
+def _explain_no_checkpoint(begin: Rehearsed | None) -> str:
     if begin is None:
         return "not rehearsed: nothing was started"
     if begin.ended == "failed":
@@ -80,7 +80,7 @@ def _no_checkpoint(begin: Rehearsed | None) -> str:
         why = (
             f"no optimizer step of torch was seen; the last line of the script is: {begin.why}"
             if begin.why
-            else NO_STEP
+            else NO_STEP_SEEN
         )
         return f"not rehearsed: at batch {begin.batch} {why}"
     if begin.saved_samples is None and begin.ended == "cut":
@@ -95,7 +95,7 @@ def _no_checkpoint(begin: Rehearsed | None) -> str:
     return "not rehearsed: nothing went on from its checkpoint, which is not whole, or search.max_minutes was over"
 
 
-def _at_epoch_end(begin: Rehearsed) -> bool:
+def _is_at_epoch_end(begin: Rehearsed) -> bool:
     """Return whether the checkpoint was written between two epochs, whose last batches may have been dropped."""
     size, saved = begin.dataset_size, begin.saved_samples or 0
     if not size:
@@ -104,84 +104,90 @@ def _at_epoch_end(begin: Rehearsed) -> bool:
     return epochs > 0 and abs(saved - epochs * size) <= epochs * begin.batch
 
 
-def _resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None) -> _Resumed:
+def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None) -> _Resumed:
     at = f"at batch {start.batch}"
     if start.ended == "failed":
-        words = f"{at} it cannot go on from its own checkpoint: {start.why}"
-        return _Resumed(useless=True, told=(words,), faults=(words,))
+        message = f"{at} it cannot go on from its own checkpoint: {start.why}"
+        return _Resumed(useless=True, told=(message,), faults=(message,))
     if not start.steps and start.ended == "cut":
         return _Resumed(told=(f"not rehearsed {at}: no step within {duration(start.seconds)}",))
-    counted = _samples(begin, start)
-    lr = _learning_rate(begin, start, lr_ratio) or (_schedule_lost(begin, start) if start.batch == begin.batch else "")
+    counted = _judge_samples(begin, start)
+    lr = _judge_learning_rate(begin, start, lr_ratio) or (
+        _schedule_lost(begin, start) if start.batch == begin.batch else ""
+    )
     faults = (*([lr] if lr else []), *counted.faults)
-    told = (*([lr] if lr else []), *counted.told)
-    return _Resumed(counted.exact and not faults, counted.useless, told, faults)
+    messages = (*([lr] if lr else []), *counted.told)
+    return _Resumed(counted.exact and not faults, counted.useless, messages, faults)
 
 
-def _samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
+def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
     """Hold the samples of a start from the checkpoint against those that were left."""
-    at, saved, whole = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
-    if whole is None:
+    at, saved, total = f"at batch {start.batch}", begin.saved_samples or 0, start.whole
+    if total is None:
         return _Resumed(
             told=(f"samples {at} were not compared: nothing tells those of an epoch (script.dataset_size)",)
         )
-    left, tolerance = whole - saved, _tolerance(begin, start, whole - saved)
-    beyond = start.samples - left
+    remaining, tolerance = total - saved, _sample_tolerance(begin, start, total - saved)
+    beyond = start.samples - remaining
     if beyond > tolerance:
         least = "at least " * (start.ended == "cut")
-        share = f"{least}{percent(beyond / whole)} % too many"
-        words = f"{at} it trains {least}{saved + start.samples} samples in all where {whole} were asked for: {share}"
-        anew = abs(start.samples - whole) <= tolerance < saved
-        again = f"{at} it does not go on from its checkpoint, but begins anew: all {whole} samples are trained again"
-        told = again if anew else words
-        return _Resumed(useless=anew, told=(told,), faults=(told,))
+        share = f"{least}{percent(beyond / total)} % too many"
+        message = f"{at} it trains {least}{saved + start.samples} samples in all where {total} were asked for: {share}"
+        anew = abs(start.samples - total) <= tolerance < saved
+        restart_message = (
+            f"{at} it does not go on from its checkpoint, but begins anew: all {total} samples are trained again"
+        )
+        message_ = restart_message if anew else message
+        return _Resumed(useless=anew, told=(message_,), faults=(message_,))
     if start.ended == "cut":
-        reached = f"{start.samples} of {left} samples in {duration(start.seconds)}"
-        words = f"{at} it takes steps, but was not seen to its end ({reached}), so where it goes on is not known: raise search.max_minutes"
-        return _Resumed(told=(words,))
+        reached = f"{start.samples} of {remaining} samples in {duration(start.seconds)}"
+        message = f"{at} it takes steps, but was not seen to its end ({reached}), so where it goes on is not known: raise search.max_minutes"
+        return _Resumed(told=(message,))
     if beyond < -tolerance:
-        words = f"{at} it trains {saved + start.samples} samples in all where {whole} were asked for: {-beyond} too few"
-        return _Resumed(told=(words,), faults=(words,))
+        message = (
+            f"{at} it trains {saved + start.samples} samples in all where {total} were asked for: {-beyond} too few"
+        )
+        return _Resumed(told=(message,), faults=(message,))
     if start.batch < begin.batch and saved * (1 - start.batch / begin.batch) <= tolerance:
         early = f"its checkpoint holds {saved} samples alone: steps counted at the other batch would not show"
         return _Resumed(told=(f"{at} it goes on, but {early}",))
     return _Resumed(
-        exact=True, told=(f"{at} it goes on from its checkpoint, to {saved + start.samples} samples of {whole}",)
+        exact=True, told=(f"{at} it goes on from its checkpoint, to {saved + start.samples} samples of {total}",)
     )
 
 
-def _tolerance(begin: Rehearsed, start: Rehearsed, left: int) -> int:
+def _sample_tolerance(begin: Rehearsed, start: Rehearsed, remaining: int) -> int:
     """Return samples that say nothing: each epoch may drop its last batch, and a batch is counted ahead of the checkpoint."""
-    epochs = math.ceil(left / begin.dataset_size) if begin.dataset_size else 1
+    epochs = math.ceil(remaining / begin.dataset_size) if begin.dataset_size else 1
     return max(1, epochs) * start.batch + begin.batch
 
 
-def _learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None) -> str:
+def _judge_learning_rate(begin: Rehearsed, start: Rehearsed, ratio: float | None) -> str:
     """Return what is wrong with the first learning rate after the checkpoint; empty where nothing is, or none is told."""
     if begin.next_lr is None or start.first_lr is None:
         return ""
-    ratios = _ratios(ratio)
+    ratios = _allowed_ratios(ratio)
     slack = LR_TOLERANCE * abs(begin.next_lr) + begin.lr_step
-    if any(abs(start.first_lr - begin.next_lr * one) <= slack * one for one in ratios):
+    if any(abs(start.first_lr - begin.next_lr * ratio_) <= slack * ratio_ for ratio_ in ratios):
         return ""
     expected = begin.next_lr * ratios[0]
-    asked = (
+    expected_text = (
         f"it was {number(expected, 4)} there at first" if ratios[0] == 1.0 else f"{number(expected, 4)} was asked for"
     )
-    return f"at batch {start.batch} its learning rate is {number(start.first_lr, 4)} after the checkpoint, and {asked}"
+    return f"at batch {start.batch} its learning rate is {number(start.first_lr, 4)} after the checkpoint, and {expected_text}"
 
 
-def _ratios(ratio: float | None) -> list[float]:
+def _allowed_ratios(ratio: float | None) -> list[float]:
     """Return what the learning rate at half the batch may be relative to the whole: as asked, else as scripts scale it."""
     return [ratio] if ratio is not None else [1.0, 0.5, math.sqrt(0.5)]
 
 
 def _schedule_lost(begin: Rehearsed, same: Rehearsed) -> str:
     """Return that the schedule does not go on where it stood at the checkpoint, although the learning rate hides that."""
-    before, after = begin.schedule, same.schedule
-    if before is None or after is None or after.moves is False or abs(before.at - after.at) <= 1:
+    schedule_before, after = begin.schedule, same.schedule
+    if schedule_before is None or after is None or after.moves is False or abs(schedule_before.at - after.at) <= 1:
         return ""
-    return f"at batch {same.batch} its schedule ({after.name}) goes on at step {after.at}, and stood at {before.at}"
+    return f"at batch {same.batch} its schedule ({after.name}) goes on at step {after.at}, and stood at {schedule_before.at}"
 
 
 def _schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: float | None) -> str:
@@ -190,27 +196,34 @@ def _schedule_fault(begin: Rehearsed, same: Rehearsed, half: Rehearsed, ratio: f
     A scheduler that counts optimizer steps and goes on at the step of the checkpoint is wrong at another batch, however
     little of its curve a short training shows. All others are judged by the learning rates that were used.
     """
-    at, before, after = f"at batch {half.batch}", same.schedule, half.schedule
-    counts = before is not None and after is not None and after.per_step and after.moves is not False
-    if before is not None and after is not None and counts and abs(before.at - after.at) <= 1 < after.at:
+    at, schedule_before, after = f"at batch {half.batch}", same.schedule, half.schedule
+    counts = schedule_before is not None and after is not None and after.per_step and after.moves is not False
+    if (
+        schedule_before is not None
+        and after is not None
+        and counts
+        and abs(schedule_before.at - after.at) <= 1 < after.at
+    ):
         why = f"it counts steps, and those before the checkpoint were of {begin.batch} samples"
         return f"{at} its schedule ({after.name}) goes on at step {after.at} as at batch {same.batch}: {why}"
-    differing = [_first_difference(begin, same, half, factor) for factor in _factors(same, half, ratio)]
+    differing = [_first_difference(begin, same, half, factor) for factor in _curve_factors(same, half, ratio)]
     if not differing or not all(differing):
         return ""
-    samples, seen, expected = max(point for point in differing if point is not None)
-    figures = f"{number(seen, 4)} after {samples} samples, and {number(expected, 4)} was due there"
+    samples, observed, expected = max(point for point in differing if point is not None)
+    figures = f"{number(observed, 4)} after {samples} samples, and {number(expected, 4)} was due there"
     return f"{at} its learning rate is {figures}: the schedule counts steps of the batch before"
 
 
-def _factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:
+def _curve_factors(same: Rehearsed, half: Rehearsed, ratio: float | None) -> list[float]:
     """Return by what the curve of the whole batch may be multiplied: what the first steps show, if that is allowed."""
     if not same.rates or not half.rates:
         return []
-    first, other = same.rates[0][1], half.rates[0][1]
-    seen = other / first if first > 0 else 0.0
-    close = [seen for expected in _ratios(ratio) if abs(seen - expected) <= LR_TOLERANCE * expected]
-    return [*close, *_ratios(ratio)]
+    same_rate, half_rate = same.rates[0][1], half.rates[0][1]
+    first_ratio = half_rate / same_rate if same_rate > 0 else 0.0
+    close = [
+        first_ratio for expected in _allowed_ratios(ratio) if abs(first_ratio - expected) <= LR_TOLERANCE * expected
+    ]
+    return [*close, *_allowed_ratios(ratio)]
 
 
 def _first_difference(
@@ -223,12 +236,14 @@ def _first_difference(
     values = [rate for _, rate in same.rates]
     slack = CURVE_TOLERANCE * (max(values) - min(values)) + ROUNDING * max(values)
     for samples, rate in half.rates:
-        apart = _tolerance(begin, half, samples)
-        if samples > same.rates[-1][0] + apart:
+        tolerance = _sample_tolerance(begin, half, samples)
+        if samples > same.rates[-1][0] + tolerance:
             break
-        low = max((place for place, _ in same.rates if place <= samples - apart), default=0)
-        high = min((place for place, _ in same.rates if place >= samples + apart), default=same.rates[-1][0])
-        near = [value for place, value in same.rates if low <= place <= high]
+        low = max((position for position, _ in same.rates if position <= samples - tolerance), default=0)
+        high = min(
+            (position for position, _ in same.rates if position >= samples + tolerance), default=same.rates[-1][0]
+        )
+        near = [value for position, value in same.rates if low <= position <= high]
         if near and not factor * (min(near) - slack) <= rate <= factor * (max(near) + slack):
             due = min(near, key=lambda value: abs(factor * value - rate))
             return samples, rate, factor * due

@@ -49,54 +49,56 @@ def regression_summaries(forecast: Forecast) -> Iterator[RegressionSummary]:
     Args:
         forecast: the models, fitted to its probes.
     """
-    yield from _of_step_time(forecast.steps.model)
-    yield _of_paper(forecast.steps)
-    yield _of_memory(forecast)
-    yield _of_cost(forecast)
+    yield from _summarize_step_time(forecast.steps.model)
+    yield _summarize_paper_fit(forecast.steps)
+    yield _summarize_memory(forecast)
+    yield _summarize_cost(forecast)
 
 
-def _of_step_time(model: StepModel) -> Iterator[RegressionSummary]:
+def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
     if isinstance(model, Overlap):
-        yield _of_overlap(model, "step time", "")
+        yield _summarize_overlap(model, "step time", "")
         return
     for member, weight, name in zip(model.members, model.weights, ("overlapped", "nothing overlapped"), strict=True):
-        yield _of_overlap(
+        yield _summarize_overlap(
             member,
             f"step time, {name}",
             f"; counts {weight:.0%} of two fits, for whole steps do not tell which is right",
         )
 
 
-def _of_overlap(model: Overlap, name: str, share: str) -> RegressionSummary:
+def _summarize_overlap(model: Overlap, name: str, share: str) -> RegressionSummary:
     names, result = model.coordinates, model.regression()
     about = (
         "the model of step times at its most probable coordinates, by generalised least squares: whole steps and, where it was"
         f" measured, their compute, then {plural(len(names), 'row')} for the priors. Coordinates are counted from the mean of"
         f" their prior in its standard deviations: one with a standard error near 1 was not determined by the probes{share}"
     )
-    return RegressionSummary(name, about, _coefficients(result, names), _text(result, "ln step time", names))
+    return RegressionSummary(name, about, _coefficients(result, names), _summary_text(result, "ln step time", names))
 
 
-def _of_paper(steps: StepTimeFit) -> RegressionSummary:
-    points, seconds = steps.probed()
+def _summarize_paper_fit(steps: StepTimeFit) -> RegressionSummary:
+    points, seconds = steps.measured_points()
     columns = {"fixed": np.ones(len(points)), "local batch": points.local_batch}
     if len(np.unique(points.replicas)) > 1:
         columns["1 - 1/N"] = 1 - 1 / np.where(points.alone, 1.0, points.replicas)
     about = (
         "the paper's Eq. 2 as a second opinion, by ordinary least squares: milliseconds of a step, nothing overlapped"
     )
-    return _ordinary("step time by the paper", about, "step (ms)", 1e3 * seconds, columns)
+    return _summarize_ols("step time by the paper", about, "step (ms)", 1e3 * seconds, columns)
 
 
-def _of_memory(forecast: Forecast) -> RegressionSummary:
+def _summarize_memory(forecast: Forecast) -> RegressionSummary:
     probes = list(forecast.probes.values())
     micro_batch = np.array([probe.local_batch / probe.accumulate for probe in probes])
     peak = np.array([probe.memory.peak for probe in probes]) / _MIB
     about = "the peak memory of a GPU in MiB, by ordinary least squares on the micro-batch"
-    return _ordinary("memory", about, "peak (MiB)", peak, {"fixed": np.ones(len(probes)), "micro-batch": micro_batch})
+    return _summarize_ols(
+        "memory", about, "peak (MiB)", peak, {"fixed": np.ones(len(probes)), "micro-batch": micro_batch}
+    )
 
 
-def _of_cost(forecast: Forecast) -> RegressionSummary:
+def _summarize_cost(forecast: Forecast) -> RegressionSummary:
     gpus = forecast.spec.cluster.gpus_per_node
     rows = [forecast.predict(Config(nodes, local * nodes * gpus)) for nodes, local in forecast.probes]
     columns = {"fixed": np.ones(len(rows))}
@@ -108,11 +110,11 @@ def _of_cost(forecast: Forecast) -> RegressionSummary:
     cost = np.array([row.cost for row in rows])
     if not (cost > 0).all():
         return RegressionSummary("cost", f"{about}; a training costs nothing here", {}, "")
-    kept = {name: column for name, column in columns.items() if name == "fixed" or np.ptp(column) > 0}
-    return _ordinary("cost", about, f"ln cost ({forecast.spec.pricing.currency})", np.log(cost), kept)
+    varying = {name: column for name, column in columns.items() if name == "fixed" or np.ptp(column) > 0}
+    return _summarize_ols("cost", about, f"ln cost ({forecast.spec.pricing.currency})", np.log(cost), varying)
 
 
-def _ordinary(name: str, about: str, of: str, target: Floats, columns: Mapping[str, Floats]) -> RegressionSummary:
+def _summarize_ols(name: str, about: str, of: str, target: Floats, columns: Mapping[str, Floats]) -> RegressionSummary:
     from statsmodels.regression.linear_model import OLS
 
     rows = np.column_stack(list(columns.values()))
@@ -120,7 +122,9 @@ def _ordinary(name: str, about: str, of: str, target: Floats, columns: Mapping[s
         few = f"; {plural(len(rows), 'probe')} do not determine its {plural(rows.shape[1], 'coefficient')} and an error"
         return RegressionSummary(name, f"{about}{few}", {}, "")
     result = OLS(target, rows).fit()
-    return RegressionSummary(name, about, _coefficients(result, list(columns)), _text(result, of, list(columns)))
+    return RegressionSummary(
+        name, about, _coefficients(result, list(columns)), _summary_text(result, of, list(columns))
+    )
 
 
 def _coefficients(result: "RegressionResultsWrapper", names: Sequence[str]) -> dict[str, Coefficient]:
@@ -128,7 +132,7 @@ def _coefficients(result: "RegressionResultsWrapper", names: Sequence[str]) -> d
     return {name: Coefficient(value, error) for name, value, error in pairs}
 
 
-def _text(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:
+def _summary_text(result: "RegressionResultsWrapper", of: str, names: Sequence[str]) -> str:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # some of its tests want more rows than a search has probes
         return str(result.summary(yname=of, xname=list(names)).as_text())

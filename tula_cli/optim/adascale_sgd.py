@@ -124,14 +124,14 @@ class AdaScale(Wrapper):
             RuntimeError: no gradient of a smaller batch was seen.
         """
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        seen = self._seen(squared_norm(grads)) if grads else None
+        norms = self._norms_of_batches(squared_norm(grads)) if grads else None
         factor = self._factor()
         if self.max_grad_norm is not None and grads:
             clip_(grads, self.max_grad_norm)
         self._scaled_step(factor)
         self._iterations = self._iterations + factor
-        if seen is not None:
-            self._learn(*seen)
+        if norms is not None:
+            self._learn(*norms)
         self._drop()
 
     def _factor(self) -> float | Tensor:
@@ -151,40 +151,42 @@ class AdaScale(Wrapper):
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _seen(self, large: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _norms_of_batches(self, large: Tensor) -> tuple[Tensor, Tensor, int]:
         """Return |g|^2 of the small batch and of the large one, and the samples of the small one."""
         if self._local is None:
             if self._observed is None:
                 raise RuntimeError("AdaScale in one process needs the gradient of a part of the batch: call observe()")
             square, samples = self._observed
             return square, large, samples
-        found = self._local.take()
-        if found is None:
+        norms = self._local.take()
+        if norms is None:
             raise RuntimeError(
                 "AdaScale saw no reduction; the last backward pass before a step must not be in no_sync()"
             )
         # Both were taken before GradScaler unscaled the gradients; their ratio knows nothing of that.
-        _, own, averaged = found
-        return large * (own.sum() / averaged.sum()), large, self.batch // self._world
+        _, local_norm, averaged = norms
+        return large * (local_norm.sum() / averaged.sum()), large, self.batch // self._world
 
     def _learn(self, small: Tensor, large: Tensor, samples: int) -> None:
-        noise, signal = estimates(small, large, samples=samples, batch=self.batch, reference_batch=self.reference_batch)
+        noise, signal = estimate_noise(
+            small, large, samples=samples, batch=self.batch, reference_batch=self.reference_batch
+        )
         self._count += 1
         # The mean of all steps until there are as many as the moving average looks back on.
         weight = max(1 / self._count, min(1.0, self.batch / samples / 1000))
-        self._noise = _averaged(self._noise, noise, weight)
-        self._signal = _averaged(self._signal, signal, weight)
+        self._noise = _moving_average(self._noise, noise, weight)
+        self._signal = _moving_average(self._signal, signal, weight)
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state under "base", the averages under "adascale"; loads with `torch.load(weights_only=True)`."""
-        own = {
+        averages = {
             "version": VERSION,
             "noise": self._noise,
             "signal": self._signal,
             "count": self._count,
             "iterations": self.iterations,
         }
-        return {"base": self.base.state_dict(), "adascale": own}
+        return {"base": self.base.state_dict(), "adascale": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict()` was taken; the averages hold for any batch at the same reference batch.
@@ -192,13 +194,15 @@ class AdaScale(Wrapper):
         Raises:
             ValueError: the state is not of an AdaScale, or of an unknown version.
         """
-        own = state_dict.get("adascale")
-        if own is None or own.get("version") != VERSION:
+        averages = state_dict.get("adascale")
+        if averages is None or averages.get("version") != VERSION:
             raise ValueError("the state is not of an AdaScale that this program knows")
         self.base.load_state_dict(state_dict["base"])
         device = self.param_groups[0]["params"][0].device
-        self._noise, self._signal = (None if v is None else v.to(device) for v in (own["noise"], own["signal"]))
-        self._count, self._iterations = own["count"], own["iterations"]
+        self._noise, self._signal = (
+            None if v is None else v.to(device) for v in (averages["noise"], averages["signal"])
+        )
+        self._count, self._iterations = averages["count"], averages["iterations"]
         self._drop()
 
     def report(self) -> dict[str, float]:
@@ -220,7 +224,9 @@ def gain(noise: Number, signal: Number, scale: float) -> Number:
     return (noise + signal) / below if below > 0 else 1.0
 
 
-def estimates(small: Tensor, large: Tensor, *, samples: int, batch: int, reference_batch: int) -> tuple[Tensor, Tensor]:
+def estimate_noise(
+    small: Tensor, large: Tensor, *, samples: int, batch: int, reference_batch: int
+) -> tuple[Tensor, Tensor]:
     """Return unbiased estimates of sigma^2 at the reference batch and of mu^2, then bounded as in appendix B.3.
 
     Args:
@@ -231,8 +237,8 @@ def estimates(small: Tensor, large: Tensor, *, samples: int, batch: int, referen
     return (trace / reference_batch).clamp(min=LEAST_NOISE), (large - trace / batch).clamp(min=0.0)
 
 
-def _averaged(before: Tensor | None, now: Tensor, weight: float) -> Tensor:
-    if before is None:
-        before = torch.zeros_like(now)
+def _moving_average(average: Tensor | None, value: Tensor, weight: float) -> Tensor:
+    if average is None:
+        average = torch.zeros_like(value)
     # A gradient that is not finite, or zero altogether, tells nothing.
-    return torch.where(now.isfinite(), before + weight * (now - before), before)
+    return torch.where(value.isfinite(), average + weight * (value - average), average)

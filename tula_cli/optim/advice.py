@@ -15,17 +15,17 @@ def advice(report: Mapping[str, float]) -> dict[str, str]:
     """
     if not (report["steps"] and report["factors"]):
         return {}
-    found = {}
+    sentences = {}
     shut = report["jumps_up"] + report["jumps_down"]
     if shut > 1 - FEW_SCALED:
-        found["scaled"] = (
+        sentences["scaled"] = (
             f"AGS scaled only {report['scaled']:.0%} of {report['steps']:.0f} steps: in {shut:.0%} of them the gradient norm changed by more"
             " than delta allows."
             ' Raise delta, or use the preset "robust", which has no such gate'
         )
     if report["at_floor"] > MANY_AT_FLOOR:
-        found["at_floor"] = (
+        sentences["at_floor"] = (
             f"{report['at_floor']:.0%} of the AGS factors are at their lower bound s_min, so their weights hardly move:"
             ' the small batch has no gradient there. Use one factor a tensor (granularity "tensor"), or a larger b_small'
         )
-    return found
+    return sentences

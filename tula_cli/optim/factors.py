@@ -189,16 +189,16 @@ class SmallBatch(Factors):
             self._staged = staged
 
     def find(self, grads: Mapping[Tensor, Tensor]) -> None:
-        self._found = self._averaged(self._fresh(grads))
+        self._found = self._averaged(self._compute_factors(grads))
 
     def _averaged(self, factors: dict[Tensor, Tensor] | None) -> dict[Tensor, Tensor] | None:
         if factors is None or not self.ema:
             return factors
-        known = [p for p in factors if p in self._factor]
-        new, old = [factors[p] for p in known], [self._factor[p] for p in known]
-        return factors | dict(zip(known, smoothed(new, old, self.ema) if known else [], strict=True))
+        repeated = [p for p in factors if p in self._factor]
+        new, old = [factors[p] for p in repeated], [self._factor[p] for p in repeated]
+        return factors | dict(zip(repeated, smoothed(new, old, self.ema) if repeated else [], strict=True))
 
-    def _fresh(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
+    def _compute_factors(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
         """The new factors; None where a refresh that was due has to wait."""
         staged, self._staged = self._staged, None
         if staged is None:
@@ -208,39 +208,39 @@ class SmallBatch(Factors):
             # of norms, whose norms are themselves
             large = self.setup.norms([grads[p] for p in params])
             factors = tensor_factors([staged[p] for p in params], large, self.eps, self.bounds)
-            return dict(zip(params, self._kept(params, factors), strict=True))
+            return dict(zip(params, self._replace_non_finite(params, factors), strict=True))
         # one by one, so that small gradients and factors never are two copies; what came through a collective is ours
-        ours = self.setup.world > 1
+        is_distributed = self.setup.world > 1
         found: dict[Tensor, Tensor] = {}
         for p in params:
-            factor = element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=ours)
-            (found[p],) = self._kept([p], [factor])
+            factor = element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=is_distributed)
+            (found[p],) = self._replace_non_finite([p], [factor])
         return found
 
     @property
     def _each_step(self) -> bool:
         return self.refresh == 1
 
-    def _kept(self, params: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+    def _replace_non_finite(self, params: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
         """The factors so far, 1 where there are none, in place of those of a gradient that was not finite."""
         if not self._each_step or self._finite is None:
             return list(factors)
-        before = [
+        previous = [
             self._factor[p] if p in self._factor else s.new_ones(()) for p, s in zip(params, factors, strict=True)
         ]
-        return where_(factors, before, self._finite)
+        return where_(factors, previous, self._finite)
 
     def advance(self) -> None:
         if self.due and not self._answered and not self._warned:
             self._warned = True
             warnings.warn(f"an AGS refresh was due, but {self._missing}: the factors stay as they are", stacklevel=2)
-        found = self._found
-        if found is not None:
-            self._factor = found
+        factors = self._found
+        if factors is not None:
+            self._factor = factors
             self.n_refresh += 1
         self.drop()
         if self.identity is None:
-            self.schedule.advance(refreshed=found is not None)
+            self.schedule.advance(refreshed=factors is not None)
 
     @property
     def _missing(self) -> str:
@@ -286,7 +286,7 @@ class SmallBatch(Factors):
             return
         self.schedule.resume(state["schedule"])
         params = self.setup.params
-        self._factor = {params[i]: _laid(s, params[i]) for i, s in state["scale"].items()}
+        self._factor = {params[i]: _match_layout(s, params[i]) for i, s in state["scale"].items()}
 
 
 class LocalNorms(SmallBatch):
@@ -338,16 +338,16 @@ class LocalNorms(SmallBatch):
     def limit(self) -> float:
         return self.setup.limit if self._listener is None else math.sqrt(self.setup.world)
 
-    def _fresh(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
+    def _compute_factors(self, grads: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
         if self._listener is None:
-            return super()._fresh(grads)
-        seen = self._listener.take()
-        if seen is None:
+            return super()._compute_factors(grads)
+        norms = self._listener.take()
+        if norms is None:
             return None
         self._answered = True
-        params, small, large = seen
-        before = torch.stack([self._factor.get(p, small.new_ones(())).to(small) for p in params])
-        factors = local_factors(small, large, before, self.bounds).unbind()
+        params, small, large = norms
+        previous = torch.stack([self._factor.get(p, small.new_ones(())).to(small) for p in params])
+        factors = local_factors(small, large, previous, self.bounds).unbind()
         return {p: s.to(p.device) for p, s in zip(params, factors, strict=True) if p in grads}
 
     @property
@@ -360,7 +360,7 @@ class LocalNorms(SmallBatch):
             self._listener.drop()
 
 
-def _laid(factor: Tensor, param: Tensor) -> Tensor:
+def _match_layout(factor: Tensor, param: Tensor) -> Tensor:
     """On the parameter's device, and with its strides, of which foreach kernels take only equal ones together."""
     factor = factor.to(param.device)
     if factor.shape != param.shape or factor.stride() == param.stride():

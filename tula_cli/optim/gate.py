@@ -75,7 +75,7 @@ class Gate:
         Raises:
             RuntimeError: consensus is "check" and the ranks disagree.
         """
-        square = self._agreed(square, refreshes)
+        square = self._agree_on_norm(square, refreshes)
         level = moving_average(square, self.level, self.ewma)
         rise = gradient_change(level, self.level)
         change = rise.abs()
@@ -85,7 +85,7 @@ class Gate:
         self.square, self.level, self.change = square, level, change
         return calm
 
-    def _agreed(self, square: Tensor, refreshes: bool) -> Tensor:
+    def _agree_on_norm(self, square: Tensor, refreshes: bool) -> Tensor:
         assert self._world is not None, "a gate is bound before it decides"
         if self._world > 1 and self.consensus == "broadcast":
             dist.broadcast(square, 0)
@@ -103,12 +103,15 @@ class Gate:
 
     def report(self, steps: int) -> dict[str, float]:
         """What `TulaOptimizer.report` says of the gate, after so many steps; waits for the device."""
-        now = (steps, *(int(n) for n in self._counts.tolist()))
-        taken, scaled, up, down = (a - b for a, b in zip(now, self._mark, strict=True))
-        self._mark = (now[0], now[1], now[2], now[3])
+        counts = (steps, *(int(n) for n in self._counts.tolist()))
+        steps_taken, scaled, up, down = (a - b for a, b in zip(counts, self._mark, strict=True))
+        self._mark = (counts[0], counts[1], counts[2], counts[3])
         shares = {"scaled": scaled, "jumps_up": up, "jumps_down": down}
         change = math.inf if self.change is None else float(self.change)
-        return {name: n / max(1, taken) for name, n in shares.items()} | {"steps": float(taken), "delta": change}
+        return {name: n / max(1, steps_taken) for name, n in shares.items()} | {
+            "steps": float(steps_taken),
+            "delta": change,
+        }
 
     def forget(self) -> None:
         """Compare the next step with none: the norms of the batches to come are others."""
@@ -135,13 +138,13 @@ class Gate:
         self.level = None if device is None or level is None else level.to(device)
 
 
-def _assert_equal(mine: Tensor) -> None:
+def _assert_equal(local_bits: Tensor) -> None:
     """Compares bits, so that NaN equals NaN."""
-    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(theirs, mine)
-    if any(not torch.equal(other.view(torch.int64), mine.view(torch.int64)) for other in theirs):
-        seen = [tuple(other.tolist()) for other in theirs]
+    gathered = [torch.empty_like(local_bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local_bits)
+    if any(not torch.equal(bits.view(torch.int64), local_bits.view(torch.int64)) for bits in gathered):
+        bits_by_rank = [tuple(bits.tolist()) for bits in gathered]
         raise RuntimeError(
-            f"the ranks disagree on (squared gradient norm, steps scaled): {seen}; their weights may have drifted"
+            f"the ranks disagree on (squared gradient norm, steps scaled): {bits_by_rank}; their weights may have drifted"
             ' apart. Train with consensus="broadcast"'
         )

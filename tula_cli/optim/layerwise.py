@@ -26,9 +26,9 @@ class _Layerwise(Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for adapted in (True, False):
-                part = [p for p in params if (p.ndim > 1) == adapted]
-                for indices in alike(part).values():
-                    self._update_tensors(group, [part[i] for i in indices], adapted=adapted)
+                selected = [p for p in params if (p.ndim > 1) == adapted]
+                for indices in alike(selected).values():
+                    self._update_tensors(group, [selected[i] for i in indices], adapted=adapted)
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
         raise NotImplementedError
@@ -102,7 +102,7 @@ class Lars(_Layerwise):
         if adapted:
             decay = group["weight_decay"]
             rates = _lars_rates(params, updates, decay=decay, trust=group["trust_coefficient"], eps=group["eps"])
-            updates = list(torch._foreach_add(updates, _widened(params), alpha=decay))
+            updates = list(torch._foreach_add(updates, _to_state_precision(params), alpha=decay))
             torch._foreach_mul_(updates, rates)
             torch._foreach_mul_(updates, lr)
         else:
@@ -115,7 +115,7 @@ class Lars(_Layerwise):
                 torch._foreach_add_(updates, buffers, alpha=momentum)
             else:
                 updates = buffers
-        torch._foreach_sub_(params, _as(updates, params))
+        torch._foreach_sub_(params, _cast_like(updates, params))
 
     def _buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
         for p in params:
@@ -167,21 +167,21 @@ class Lamb(_Layerwise):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
-        first, second, steps = self._moments(params)
+        first_moments, second, steps = self._moments(params)
         grads, (beta1, beta2) = _gradients(params), group["betas"]
-        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_lerp_(first_moments, grads, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
         updates = torch._foreach_div(second, [1 - beta2**t for t in steps])
         torch._foreach_sqrt_(updates)
         torch._foreach_add_(updates, group["eps"])
         torch._foreach_reciprocal_(updates)
-        torch._foreach_mul_(updates, first)
+        torch._foreach_mul_(updates, first_moments)
         torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
         if adapted:
-            torch._foreach_add_(updates, _widened(params), alpha=group["weight_decay"])
+            torch._foreach_add_(updates, _to_state_precision(params), alpha=group["weight_decay"])
             torch._foreach_mul_(updates, _lamb_ratios(params, updates))
-        torch._foreach_sub_(params, _as(torch._foreach_mul(updates, group["lr"]), params))
+        torch._foreach_sub_(params, _cast_like(torch._foreach_mul(updates, group["lr"]), params))
 
     def _moments(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
         for p in params:
@@ -209,12 +209,12 @@ def _zeros(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=wide(param.dtype), memory_format=torch.preserve_format)
 
 
-def _widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _to_state_precision(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in the precision of their states."""
     return [tensor.to(wide(tensor.dtype)) for tensor in tensors]
 
 
-def _as(updates: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+def _cast_like(updates: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     return [update.to(p.dtype) for update, p in zip(updates, params, strict=True)]
 
 
@@ -227,7 +227,7 @@ def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.is_sparse for grad in grads):
         raise RuntimeError("LARS and LAMB do not work with sparse gradients; use sparse=False in the embedding")
-    return _widened(grads)
+    return _to_state_precision(grads)
 
 
 def _at_least_0(**values: float) -> None:

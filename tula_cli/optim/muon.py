@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .orthogonal import find_maps
+from .orthogonal import find_matrices
 from .parts.wrapper import Optimizer
 
 ADAMW_SHARE = 0.1
@@ -49,10 +49,10 @@ class MuonWithAdamW(Optimizer):
         if why := missing_muon():
             raise ValueError(why)
         ratio = 1.0 if muon.get("adjust_lr_fn") == "match_rms_adamw" else ADAMW_SHARE
-        rest = {"lr": lr * ratio, "weight_decay": weight_decay, **(adamw or {})}
+        adamw_arguments = {"lr": lr * ratio, "weight_decay": weight_decay, **(adamw or {})}
         matrix, vector = nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))
         self._muon = torch.optim.Muon([matrix], lr=lr, weight_decay=weight_decay, momentum=momentum, **muon)
-        self._adamw = torch.optim.AdamW([vector], **rest)
+        self._adamw = torch.optim.AdamW([vector], **adamw_arguments)
         groups = []
         for group in split_parameters(list(params)):
             settings = {key: value for key, value in group.items() if value is not None}
@@ -78,7 +78,7 @@ def split_parameters(params: Sequence[Any], model: nn.Module | None = None) -> l
         params: parameters or groups; those that are marked already stay as they are.
         model: whose weights they are; None: those of two dimensions are taken for matrices.
     """
-    maps = None if model is None else set(map(id, find_maps(model)))
+    maps = None if model is None else set(map(id, find_matrices(model)))
     groups = params if params and isinstance(params[0], dict) else [{"params": list(params)}]
     result = []
     for group in groups:
@@ -86,7 +86,7 @@ def split_parameters(params: Sequence[Any], model: nn.Module | None = None) -> l
         for p in group["params"]:
             by_muon = bool(group.get("by_muon", p.ndim == 2 if maps is None else id(p) in maps))
             chosen[by_muon].append(p)
-        result += [{**group, "params": own, "by_muon": by_muon} for by_muon, own in chosen.items() if own]
+        result += [{**group, "params": members, "by_muon": by_muon} for by_muon, members in chosen.items() if members]
     return result
 
 

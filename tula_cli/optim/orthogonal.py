@@ -21,17 +21,19 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""
 ITERATIONS = 5
 
-WIDEST = 2048
+MAX_SHORTER_SIDE = 2048
 """A matrix whose shorter side is longer keeps the base's step: its multiplications would outweigh the training's."""
 
-ON_GPU = torch.bfloat16
+GPU_DTYPE = torch.bfloat16
 """What a GPU multiplies in, as in Muon."""
-PADDING = 1.4
+MAX_PADDING = 1.4
 """Elements that a GPU multiplies over those that there are, at most: zeros for few kernels."""
-TOGETHER = 2**24, 2**18
+MAX_BATCH_ELEMENTS = 2**24, 2**18
 """Elements that are multiplied at a time, of several matrices, on a GPU and on the CPU, where a kernel costs nothing."""
 
-NO_MAP = frozenset({"bias", "pos", "position", "positional", "embed", "embedding", "embeddings", "token", "tokens"})
+NO_MATRIX_NAMES = frozenset(
+    {"bias", "pos", "position", "positional", "embed", "embedding", "embeddings", "token", "tokens"}
+)
 """Words in the names of parameters that are added to what comes in, or looked up, and multiply nothing."""
 
 ALIGN_EVERY = 100
@@ -59,8 +61,8 @@ def refusal(base: torch.optim.Optimizer) -> str:
     return next((f"{name.removesuffix('WithAdamW')} {why}" for name, why in REFUSED.items() if name in names), "")
 
 
-def _class_names(thing: object) -> set[str]:
-    return {kind.__name__ for kind in type(thing).__mro__}
+def _class_names(instance: object) -> set[str]:
+    return {kind.__name__ for kind in type(instance).__mro__}
 
 
 class Ortho(Wrapper):
@@ -99,7 +101,7 @@ class Ortho(Wrapper):
         refuse_sharded(base, model, "Ortho", shares=True)
         super().__init__(base)
         self.max_grad_norm = max_grad_norm
-        self._maps = frozenset(map(id, find_maps(model)))
+        self._maps = frozenset(map(id, find_matrices(model)))
         self._sharded = shares.is_sharded(model)
         _, self._world = place(model)
         self._steps = 0
@@ -119,7 +121,7 @@ class Ortho(Wrapper):
         return [p for p in group["params"] if self._is_matrix(p)]
 
     def _is_matrix(self, param: Tensor) -> bool:
-        return id(param) in self._maps and param.requires_grad and 1 < _sides(param)[0] <= WIDEST
+        return id(param) in self._maps and param.requires_grad and 1 < _sides(param)[0] <= MAX_SHORTER_SIDE
 
     def _drop(self) -> None:
         """There is nothing to forget: a step needs nothing beside the gradients."""
@@ -145,7 +147,7 @@ class Ortho(Wrapper):
         weights = [shares.share(p) for p in params]
         start = copies(weights)
         decays = self._decoupled_decays(dict(zip(map(id, params), start, strict=True)))
-        kept = [p.grad for p in params]
+        gradients = [p.grad for p in params]
         if self._by_zeros:
             self._add_coupled_decay()
             torch._foreach_zero_(weights)
@@ -155,26 +157,26 @@ class Ortho(Wrapper):
             torch._foreach_copy_(weights, start)
             raise
         finally:
-            for p, grad in zip(params, kept, strict=True):
+            for p, grad in zip(params, gradients, strict=True):
                 p.grad = grad
         for tensors, factor in decays:
             torch._foreach_mul_(tensors, factor)
         if not self._by_zeros:
             torch._foreach_sub_(weights, start)
         if self._sharded:
-            turn_shares_(params, weights)
+            orthogonalize_shards_(params, weights)
         else:
-            turn_(weights)
+            orthogonalize_(weights)
         torch._foreach_add_(weights, start)
         self._steps += 1
         if self._steps % ALIGN_EVERY == 0:
             self._align()
 
-    def _decoupled_decays(self, before: dict[int, Tensor]) -> list[tuple[list[Tensor], Any]]:
+    def _decoupled_decays(self, weights_before: dict[int, Tensor]) -> list[tuple[list[Tensor], Any]]:
         """Return copies of weights that decoupled weight decay multiplies in this step, and by what."""
         result = []
         for group in self.param_groups:
-            tensors = [before[id(p)] for p in self._matrices_of(group) if id(p) in before]
+            tensors = [weights_before[id(p)] for p in self._matrices_of(group) if id(p) in weights_before]
             if tensors and group.get("weight_decay") and not self._is_coupled(group):
                 result.append((tensors, 1 - group["lr"] * group["weight_decay"]))
         return result
@@ -211,8 +213,8 @@ class Ortho(Wrapper):
                 handle.wait()
 
 
-def turn_shares_(params: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
-    """`turn_` for updates of which each rank has its part; every rank takes part.
+def orthogonalize_shards_(params: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
+    """`orthogonalize_` for updates of which each rank has its part; every rank takes part.
 
     Of some matrices at a time the whole is gathered: once a step as many bytes as the matrices have.
 
@@ -224,13 +226,13 @@ def turn_shares_(params: Sequence[Tensor], updates: Sequence[Tensor]) -> None:
     for chunk in chunks(params, order):
         for indices in alike(updates[i] for i in chunk).values():
             some = [chunk[i] for i in indices]
-            whole = shares.gathered([params[i] for i in some], [updates[i] for i in some])
-            turn_(whole)
-            parts = [shares.part_of(w, params[i]) for w, i in zip(whole, some, strict=True)]
-            torch._foreach_copy_([updates[i] for i in some], parts)
+            gathered = shares.gathered([params[i] for i in some], [updates[i] for i in some])
+            orthogonalize_(gathered)
+            shards = [shares.part_of(w, params[i]) for w, i in zip(gathered, some, strict=True)]
+            torch._foreach_copy_([updates[i] for i in some], shards)
 
 
-def turn_(updates: Sequence[Tensor]) -> None:
+def orthogonalize_(updates: Sequence[Tensor]) -> None:
     """Give each update its orthogonal direction at its own length (Frobenius norm), in place; zeros stay zeros.
 
     Matrices with the same shorter side are multiplied together (`batches`), on a GPU in bfloat16 as Muon does it, else in
@@ -240,16 +242,16 @@ def turn_(updates: Sequence[Tensor]) -> None:
         updates: of two dimensions or more, of which the first are the rows of the matrix.
     """
     for (_, dtype), indices in alike(updates).items():
-        own = [updates[i] for i in indices]
-        device = placement.on_device(own[0])
-        lengths = torch._foreach_norm(own, 2, dtype=wide(dtype))
-        padding, most = (PADDING, TOGETHER[0]) if device else (1.0, TOGETHER[1])
-        for batch in batches([_sides(u) for u in own], padding=padding, most=most):
+        selected = [updates[i] for i in indices]
+        device = placement.on_device(selected[0])
+        lengths = torch._foreach_norm(selected, 2, dtype=wide(dtype))
+        padding, most = (MAX_PADDING, MAX_BATCH_ELEMENTS[0]) if device else (1.0, MAX_BATCH_ELEMENTS[1])
+        for batch in batch_matrices([_sides(u) for u in selected], padding=padding, most=most):
             stacked = torch.stack([lengths[i] for i in batch])
-            _turn_together_([own[i] for i in batch], stacked, ON_GPU if device else wide(dtype))
+            _orthogonalize_batch_([selected[i] for i in batch], stacked, GPU_DTYPE if device else wide(dtype))
 
 
-def batches(sides: Sequence[tuple[int, int]], *, padding: float, most: int) -> list[list[int]]:
+def batch_matrices(sides: Sequence[tuple[int, int]], *, padding: float, most: int) -> list[list[int]]:
     """Return the positions of the matrices that are multiplied together, filled up with zeros to the longest of them.
 
     Args:
@@ -257,19 +259,19 @@ def batches(sides: Sequence[tuple[int, int]], *, padding: float, most: int) -> l
         padding: elements of a batch over those of its matrices, at most; 1: the longer ones are the same too.
         most: elements of a batch; a single matrix may have more.
     """
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for index in sorted(range(len(sides)), key=lambda i: sides[i], reverse=True):
-        batch = [*found[-1], index] if found else [index]
+        batch = [*batches[-1], index] if batches else [index]
         short, longest = sides[batch[0]]
-        filled, there = longest * len(batch), sum(sides[i][1] for i in batch)
-        if found and sides[index][0] == short and filled <= padding * there and short * filled <= most:
-            found[-1] = batch
+        filled, elements = longest * len(batch), sum(sides[i][1] for i in batch)
+        if batches and sides[index][0] == short and filled <= padding * elements and short * filled <= most:
+            batches[-1] = batch
         else:
-            found.append([index])
-    return found
+            batches.append([index])
+    return batches
 
 
-def _turn_together_(updates: Sequence[Tensor], lengths: Tensor, dtype: torch.dtype) -> None:
+def _orthogonalize_batch_(updates: Sequence[Tensor], lengths: Tensor, dtype: torch.dtype) -> None:
     """Turn updates whose shorter sides are the same, (k,) long, in one batch of `dtype`."""
     sides = [_sides(u) for u in updates]
     short, longest = sides[0][0], max(long for _, long in sides)
@@ -279,7 +281,7 @@ def _turn_together_(updates: Sequence[Tensor], lengths: Tensor, dtype: torch.dty
     else:
         work = new((len(updates), short, longest), dtype=dtype)
     torch._foreach_copy_(_views(work, updates), list(updates))
-    direction = orthogonalised(work)
+    direction = newton_schulz(work)
     norms = torch.linalg.vector_norm(direction, dim=(1, 2), keepdim=True, dtype=lengths.dtype)
     scales = lengths.view(-1, 1, 1) / norms.clamp_(min=torch.finfo(norms.dtype).tiny)
     torch._foreach_copy_(list(updates), _views(direction * scales, updates))
@@ -296,12 +298,12 @@ def _views(batch: Tensor, updates: Sequence[Tensor]) -> list[Tensor]:
     for matrix, update in zip(batch.unbind(), updates, strict=True):
         short, long = _sides(update)
         tall = update.shape[0] > short
-        own = matrix[:, :long].T if tall else matrix[:, :long]
-        views.append(own.unflatten(1, update.shape[1:]))
+        matrix_ = matrix[:, :long].T if tall else matrix[:, :long]
+        views.append(matrix_.unflatten(1, update.shape[1:]))
     return views
 
 
-def orthogonalised(matrices: Tensor) -> Tensor:
+def newton_schulz(matrices: Tensor) -> Tensor:
     """Return about U V^T of each matrix U S V^T: Newton-Schulz iteration with Muon's coefficients.
 
     Args:
@@ -316,7 +318,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return work
 
 
-def find_maps(model: nn.Module) -> list[nn.Parameter]:
+def find_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that multiply what comes in: matrices, and those of convolutions that see several channels each."""
     spared, convolutions = set[int](), set[int]()
     for path, module in model.named_modules():
@@ -331,7 +333,7 @@ def find_maps(model: nn.Module) -> list[nn.Parameter]:
             spared.update(direct.values())
         if isinstance(module, nn.ParameterList | nn.ParameterDict):
             direct = {f"{path.rpartition('.')[2]}_{name}": value for name, value in direct.items()}
-        spared.update(value for name, value in direct.items() if NO_MAP & set(name.lower().split("_")))
+        spared.update(value for name, value in direct.items() if NO_MATRIX_NAMES & set(name.lower().split("_")))
     return [
         p for p in model.parameters() if id(p) not in spared and (p.ndim == 2 or (id(p) in convolutions and p.ndim > 2))
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import listing, read_record, read_text, write_atomic, write_record
+from tula_cli.run.files import list_files, read_record, read_text, write_atomic, write_record
 from tula_cli.run.records.cluster_reports import ClusterReport
 
 
@@ -36,7 +36,7 @@ class ClusterChecks:
 
     def signed_in(self, task_id: str) -> dict[int, str]:
         """Return the hosts of a check's ranks that could write here."""
-        return {int(path.name.split(".")[-2]): read_text(path) for path in listing(self.path, f"{task_id}.*.here")}
+        return {int(path.name.split(".")[-2]): read_text(path) for path in list_files(self.path, f"{task_id}.*.here")}
 
     def write_report(self, report: ClusterReport) -> None:
         write_record(self.path / f"{report.id}.json", report)
@@ -55,5 +55,5 @@ class ClusterChecks:
         """Note that the user has seen how a check ended: the next one is a new one."""
         write_atomic(self.path / f"{task_id}.told", f"{time.time()}\n")
 
-    def told(self, task_id: str) -> bool:
+    def is_told(self, task_id: str) -> bool:
         return (self.path / f"{task_id}.told").exists()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import make_folder, publish
-from tula_cli.run.imports import Source, digest, files, import_strings
+from tula_cli.run.files import make_folder, publish_folder
+from tula_cli.run.imports import Source, digest_of_files, files_of_imports, import_strings
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.run.source import git
 from tula_cli.run.source.command_file import NoCommandFile, label, modules_of, words_of
@@ -29,19 +29,19 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 
 
-def fingerprint(spec: JobSpec, workdir: Path) -> str:
+def code_digest(spec: JobSpec, workdir: Path) -> str:
     """Return the digest of the user's own code, and first weights, as they are now; empty where the spec names none.
 
     Raises:
         SpecError: a file cannot be read.
     """
     if spec.script is not None:
-        found = of_script(spec.script, workdir)
-        return digest(found.modules, found.base, start=found.start)
-    return with_weights(digest(files(spec, workdir), workdir), weights_digest(spec))
+        script_files = of_script(spec.script, workdir)
+        return digest_of_files(script_files.modules, script_files.base, start=script_files.start)
+    return with_weights(digest_of_files(files_of_imports(spec, workdir), workdir), weights_digest(spec))
 
 
-def run_of(root: Path, spec: JobSpec) -> RunDir:
+def run_of_job(root: Path, spec: JobSpec) -> RunDir:
     """Return the run of a job with the user's own code as it is here and now; it may not be there yet.
 
     Args:
@@ -52,12 +52,12 @@ def run_of(root: Path, spec: JobSpec) -> RunDir:
         SpecError: a file of the code cannot be read.
         OtherFormat: the run is there, in a format of another tula.
     """
-    run = RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
+    run = RunDir.of(root.absolute(), spec, code=code_digest(spec, Path.cwd()))
     run_format.require_known(run.path)
     return run
 
 
-def select(spec: JobSpec, workdir: Path) -> Selection:
+def select_code(spec: JobSpec, workdir: Path) -> Selection:
     """Return what a snapshot of the spec's code holds.
 
     Raises:
@@ -69,7 +69,7 @@ def select(spec: JobSpec, workdir: Path) -> Selection:
 # --- the snapshot
 
 
-def choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
+def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
     """Decide which code a submission runs, and look which weights it starts from.
 
     Args:
@@ -81,61 +81,61 @@ def choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> S
     Raises:
         SpecError: a file cannot be read.
     """
-    return dataclasses.replace(_choose(run, spec, workdir, keep=keep), weights=weights_digest(spec))
+    return dataclasses.replace(_choose_snapshot(run, spec, workdir, keep=keep), weights=weights_digest(spec))
 
 
-def _choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
-    own = measured_with(run) if run is not None else None
+def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
+    own = measured_snapshot(run) if run is not None else None
     if spec.script is not None and spec.script.code == "none":
         return Source(workdir, "", warnings=remarks(spec.script, workdir))
     try:
-        selection = select(spec, workdir)
+        selection = select_code(spec, workdir)
     except NoCommandFile:
         if own is None:
             raise
         selection = Selection(workdir, (), (), (), ())
-        gone = True
+        is_gone = True
     else:
-        gone = not selection.modules and not _installed(spec)
-    present = digest(selection.modules, selection.base, start=selection.start)
+        is_gone = not selection.modules and not _is_installed(spec)
+    present = digest_of_files(selection.modules, selection.base, start=selection.start)
     if own is not None and own.digest != present:
         assert run is not None
-        if keep or gone:
-            why = f"is not in {workdir}" if gone else "has changed"
-            told = f"{behind(spec)} {why}: {run.id} goes on with the code that it was measured with"
-            return Source(Path(own.workdir), own.digest, kept=own.name, warnings=(told,))
-        told = (
-            f"{behind(spec)} has changed since {run.id} was measured: what is there now is trained, but times and costs"
+        if keep or is_gone:
+            why = f"is not in {workdir}" if is_gone else "has changed"
+            message = f"{describe_user_code(spec)} {why}: {run.id} goes on with the code that it was measured with"
+            return Source(Path(own.workdir), own.digest, kept=own.name, warnings=(message,))
+        message = (
+            f"{describe_user_code(spec)} has changed since {run.id} was measured: what is there now is trained, but times and costs"
             " are predicted from the code before"
         )
-        return Source(workdir, present, warnings=(told, *_warnings(spec, selection, workdir)))
-    return Source(workdir, present, warnings=_warnings(spec, selection, workdir))
+        return Source(workdir, present, warnings=(message, *_code_warnings(spec, selection, workdir)))
+    return Source(workdir, present, warnings=_code_warnings(spec, selection, workdir))
 
 
-def _warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[str, ...]:
+def _code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[str, ...]:
     return (*(remarks(spec.script, workdir) if spec.script else ()), *beyond(selection))
 
 
-def behind(spec: JobSpec) -> str:
+def describe_user_code(spec: JobSpec) -> str:
     """Return the user's own code in words."""
     if spec.script is not None:
         return f"the code of {label(spec.script.command)}"
     return f"the code behind {', '.join(import_strings(spec))}"
 
 
-def measured_with(run: RunDir) -> CodeSnapshot | None:
+def measured_snapshot(run: RunDir) -> CodeSnapshot | None:
     """Return the newest snapshot that the run's probes were submitted with; None where they ran no code of the user's."""
     names = {task.code for task in run.tasks() if isinstance(task, ProbeTask) and task.code}
-    found = [snapshot for name in names if run.code_dir(name).is_dir() and (snapshot := run.code(name))]
-    return max(found, key=lambda snapshot: snapshot.taken_at, default=None)
+    snapshots = [snapshot for name in names if run.code_dir(name).is_dir() and (snapshot := run.code(name))]
+    return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 
 
-def others(run: RunDir, spec: JobSpec) -> list[RunDir]:
+def runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
     """Return the runs beside `run` of the same job with other code, last changed first; none where it names no code."""
     if not import_strings(spec) and (spec.script is None or spec.script.code == "none"):
         return []
-    beside = [other for other in RunDir.all(run.path.parent) if other.id.startswith(f"{spec.name}-")]
-    return [other for other in beside if other.path != run.path and _signature_of(other) == signature(spec)]
+    runs_of_name = [run_ for run_ in RunDir.all(run.path.parent) if run_.id.startswith(f"{spec.name}-")]
+    return [run_ for run_ in runs_of_name if run_.path != run.path and _signature_of(run_) == signature(spec)]
 
 
 def _signature_of(run: RunDir) -> str:
@@ -146,7 +146,7 @@ def _signature_of(run: RunDir) -> str:
         return ""
 
 
-def _installed(spec: JobSpec) -> bool:
+def _is_installed(spec: JobSpec) -> bool:
     """Return whether one of the spec's modules can be found elsewhere; importing its top package is not needed."""
     modules = import_strings(spec) if spec.script is None else modules_of(words_of(spec.script.command))
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
@@ -159,7 +159,7 @@ def _installed(spec: JobSpec) -> bool:
     return False
 
 
-def snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
+def take_snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
     """Copy the code into the run directory, where it is not there yet; return the snapshot's name, empty for no code.
 
     Raises:
@@ -167,11 +167,11 @@ def snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
     """
     if source.kept or not source.digest:
         return source.kept
-    selection = select(spec, source.workdir)
+    selection = select_code(spec, source.workdir)
     draft = run.code_dir(f".draft.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        return _take(run, selection, draft, source, told=behind(spec))
+        return _copy_snapshot(run, selection, draft, source, message=describe_user_code(spec))
     except OSError as error:
         raise TulaError(
             f"cannot copy the code to {draft.parent}: {error.strerror or error}",
@@ -181,7 +181,7 @@ def snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _take(run: RunDir, selection: Selection, draft: Path, source: Source, *, told: str) -> str:
+def _copy_snapshot(run: RunDir, selection: Selection, draft: Path, source: Source, *, message: str) -> str:
     base = selection.base
     names = [file.relative_to(base) for file in (*selection.modules, *selection.others)]
     for file in names:
@@ -190,25 +190,27 @@ def _take(run: RunDir, selection: Selection, draft: Path, source: Source, *, tol
         (draft / file).chmod((draft / file).stat().st_mode & 0o700)
     modules = [file.relative_to(base) for file in selection.modules]
     # Of the copies, not of the originals: they may be edited at this very moment.
-    found = digest((draft / file for file in modules), draft, start=selection.start)
-    if found != source.digest:
-        raise TulaError(f"{told} has just been changed", "run the same command again")
+    digest = digest_of_files((draft / file for file in modules), draft, start=selection.start)
+    if digest != source.digest:
+        raise TulaError(f"{message} has just been changed", "run the same command again")
     # The links lead to this folder: the same code in another one is another snapshot.
-    contents = digest((draft / file for file in names), draft)
-    place = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))
-    name = hashlib.sha256(f"{contents}\0{place}".encode()).hexdigest()[:8]
+    contents = digest_of_files((draft / file for file in names), draft)
+    place_text = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))
+    name = hashlib.sha256(f"{contents}\0{place_text}".encode()).hexdigest()[:8]
     _link_the_rest(draft, base, {folder for file in names for folder in file.parents})
-    publish(draft, run.code_dir(name))
+    publish_folder(draft, run.code_dir(name))
     if run.code(name) is None:
-        run.write_code(_record(selection, name, source))
+        run.write_code(_snapshot_record(selection, name, source))
     return name
 
 
-def _record(selection: Selection, name: str, source: Source) -> CodeSnapshot:
+def _snapshot_record(selection: Selection, name: str, source: Source) -> CodeSnapshot:
     base = selection.base
-    modules, others = ([file.relative_to(base) for file in part] for part in (selection.modules, selection.others))
-    asked = [*modules, *others] if selection.exact else [Path(module.parts[0]) for module in modules]
-    commit, dirty, diff = git.state(base, asked)
+    modules, other_files = (
+        [file.relative_to(base) for file in files] for files in (selection.modules, selection.others)
+    )
+    copied = [*modules, *other_files] if selection.exact else [Path(module.parts[0]) for module in modules]
+    commit, dirty, diff = git.state(base, copied)
     return CodeSnapshot(
         name=name,
         digest=source.digest,
@@ -216,7 +218,7 @@ def _record(selection: Selection, name: str, source: Source) -> CodeSnapshot:
         workdir=str(source.workdir),
         roots=tuple(root.relative_to(base).as_posix() for root in selection.roots),
         modules=tuple(module.as_posix() for module in modules),
-        files=tuple(sorted(file.as_posix() for file in (*modules, *others))),
+        files=tuple(sorted(file.as_posix() for file in (*modules, *other_files))),
         commit=commit,
         dirty=dirty,
         diff=diff,

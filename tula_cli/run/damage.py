@@ -11,12 +11,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tula_cli.errors import BadMeasurements, TulaError
-from tula_cli.run.files import content, is_regular
+from tula_cli.run.files import is_regular, read_content
 from tula_cli.run.training_run import TrainingRun
 
 SUMS = "sums.json"
 """The check sums of the other files of a checkpoint in shares."""
-FROM_A_COPY = "put it back from a copy of the run, if there is one"
+RESTORE_HINT = "put it back from a copy of the run, if there is one"
 _MAX_SUMMED = 2**20
 """Bytes of a checkpoint whose check sums are compared; of the rest its structure alone is, or it would take minutes."""
 _MAX_RANGES = 5
@@ -46,7 +46,9 @@ _LOST_WEIGHTS = {
 def record_warning(run: Path, path: Path, error: BadMeasurements) -> str:
     """Return what is wrong with a record, what follows from it and what to do."""
     name = path.relative_to(run).as_posix()
-    lost = next((words for pattern, words in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is left out")
+    lost = next(
+        (consequence for pattern, consequence in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), "it is left out"
+    )
     return f"{error.message}; {lost}; {error.hint}"
 
 
@@ -60,42 +62,42 @@ def curve_warnings(training: TrainingRun) -> Iterator[str]:
         if lines:
             is_one = len(lines) == 1
             yield (
-                f"{path} is damaged: {len(lines)} of its lines cannot be read ({line_ranges(lines)}) and"
-                f" {'is' if is_one else 'are'} {lost} {'it' if is_one else 'them'}; {FROM_A_COPY}"
+                f"{path} is damaged: {len(lines)} of its lines cannot be read ({describe_line_ranges(lines)}) and"
+                f" {'is' if is_one else 'are'} {lost} {'it' if is_one else 'them'}; {RESTORE_HINT}"
             )
-    yield from _lost_weights(training)
+    yield from _describe_lost_weights(training)
 
 
-def line_ranges(numbers: Iterable[int]) -> str:
+def describe_line_ranges(numbers: Iterable[int]) -> str:
     """Return line numbers, ascending, in words: `lines 5-7, 12`."""
     groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     ranges = [(members[0][1], members[-1][1]) for _, group in groups if (members := list(group))]
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES]]
-    more = sum(last - first + 1 for first, last in ranges[_MAX_RANGES:])
+    ranges_text = [str(lower) if lower == upper else f"{lower}-{upper}" for lower, upper in ranges[:_MAX_RANGES]]
+    hidden_lines = sum(upper - lower + 1 for lower, upper in ranges[_MAX_RANGES:])
     name = "line" if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else "lines"
-    return f"{name} {', '.join(words)}{f' and {more} more' if more else ''}"
+    return f"{name} {', '.join(ranges_text)}{f' and {hidden_lines} more' if hidden_lines else ''}"
 
 
 # --- weights
 
 
-def _lost_weights(training: TrainingRun) -> Iterator[str]:
+def _describe_lost_weights(training: TrainingRun) -> Iterator[str]:
     """Yield which of the best and the newest weights cannot be what was written."""
     links = {name: training.path / name for name in _LOST_WEIGHTS}
     damage: dict[str, list[str]] = {}
     for name, link in links.items():
         for _ in range(2):  # a rank may have pointed it elsewhere meanwhile, and removed what it led to
-            target = _target(link)
+            target = _link_target(link)
             why = _link_problem(link, target) if os.path.lexists(link) else ""
-            if not why or target == _target(link):
+            if not why or target == _link_target(link):
                 break
         if why:
             damage.setdefault(why, []).append(_LOST_WEIGHTS[name])
     for why, lost in damage.items():
-        yield f"{why}; {'; '.join(lost)}; {FROM_A_COPY}"
+        yield f"{why}; {'; '.join(lost)}; {RESTORE_HINT}"
 
 
-def _target(link: Path) -> Path:
+def _link_target(link: Path) -> Path:
     """Return where a link leads, one step far; the path itself if it is no link."""
     return link.parent / link.readlink() if link.is_symlink() else link
 
@@ -111,17 +113,17 @@ def checkpoint_problem(path: Path) -> str:
     """Return why a checkpoint cannot be what was written; empty if its structure and its first check sums are right."""
     try:
         if stat.S_ISDIR(path.stat().st_mode):
-            return _shares_problem(path)
+            return _sharded_problem(path)
         if not is_regular(path):
             return "it is no file"
         if path.stat().st_size == 0:
             return "it is empty"
-        return "" if is_whole_archive(path, summed=_MAX_SUMMED) else "it is cut off or overwritten"
+        return "" if is_complete_archive(path, summed=_MAX_SUMMED) else "it is cut off or overwritten"
     except OSError as error:
         return error.strerror or str(error)
 
 
-def is_whole_archive(path: Path, *, summed: float = float("inf")) -> bool:
+def is_complete_archive(path: Path, *, summed: float = float("inf")) -> bool:
     """Return whether a file of torch.save is what was written, by its check sums (which torch does not compare).
 
     Args:
@@ -132,17 +134,17 @@ def is_whole_archive(path: Path, *, summed: float = float("inf")) -> bool:
         if not is_regular(path):
             return False
         with zipfile.ZipFile(path) as archive:
-            parts = archive.infolist()
+            members = archive.infolist()
             if (
-                sum(part.file_size for part in parts) > path.stat().st_size
+                sum(member.file_size for member in members) > path.stat().st_size
             ):  # it would take memory for more than there is
                 return False
             total = 0
-            for part in parts:
-                total += part.file_size
+            for member in members:
+                total += member.file_size
                 if total > summed:
                     break
-                with archive.open(part) as file:
+                with archive.open(member) as file:
                     while file.read(2**20):
                         pass
     except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError, zlib.error):
@@ -150,14 +152,14 @@ def is_whole_archive(path: Path, *, summed: float = float("inf")) -> bool:
     return True
 
 
-def _shares_problem(folder: Path) -> str:
+def _sharded_problem(folder: Path) -> str:
     """Return which file of a checkpoint in shares is missing or another than was written; empty if none is known to be."""
     try:
-        sums = json.loads(content(folder / SUMS))
+        sums = json.loads(read_content(folder / SUMS))
         for name, total in sums.items():
             path = folder / name
             size = path.stat().st_size
-            if size == 0 or (size <= _MAX_SUMMED and zlib.crc32(content(path)) != total):
+            if size == 0 or (size <= _MAX_SUMMED and zlib.crc32(read_content(path)) != total):
                 return f"its {name} is cut off or overwritten"
     except FileNotFoundError as error:
         return f"its {Path(error.filename).name} is missing"

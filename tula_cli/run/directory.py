@@ -14,24 +14,24 @@ from pydantic import TypeAdapter
 from tula_cli.run import parsed_spec
 from tula_cli.run.cluster_checks import ClusterChecks
 from tula_cli.run.files import (
-    cannot_write,
-    listing,
+    list_files,
     make_folder,
-    open_to_add,
+    open_to_append,
     read_record,
     read_text,
     write_atomic,
+    write_error,
     write_record,
 )
 from tula_cli.run.lock import SubmissionLock
-from tula_cli.run.notices.fresh import is_there
-from tula_cli.run.notices.news import tell, write_and_tell
+from tula_cli.run.notices.fresh import is_listed
+from tula_cli.run.notices.news import touch_news, write_with_news
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, probe_id
-from tula_cli.run.snapshot import Result, Snapshot, of_another_run
+from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
 from tula_cli.run.storage.owner import other, require_own, require_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
@@ -57,7 +57,7 @@ class Part:
         """What tells it from the other parts; None of the whole."""
         return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
 
-    def named(self, jobs: Iterable[str]) -> list[str]:
+    def name_jobs(self, jobs: Iterable[str]) -> list[str]:
         """Return jobs as the user tells those of one part from those of another."""
         return [job if self.name is None else f"{self.name}/{job}" for job in jobs]
 
@@ -85,10 +85,10 @@ class RunDir:
     def create(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
         """Return the run of `spec` under `root`, made if it is not there."""
         run = cls.of(root, spec, code=code)
-        run.adopt(spec)
+        run.save_job(spec)
         return run
 
-    def adopt(self, spec: JobSpec, file: JobFile | None = None) -> None:
+    def save_job(self, spec: JobSpec, file: JobFile | None = None) -> None:
         """Make this the newest run, with this spec; its measurements stay.
 
         Args:
@@ -102,12 +102,12 @@ class RunDir:
         try:
             make_folder(self.path)
         except OSError as error:
-            raise cannot_write(self.path, error) from error
+            raise write_error(self.path, error) from error
         if file is not None:
             write_record(self.path / "job_file.json", file)
         spec = spec.without_bill()  # it is asked for by each command
         parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
-        parsed_spec.write(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
+        parsed_spec.write_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
         if not other(self.path.parent / LATEST):  # of those who share the folder another has named theirs
             write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
@@ -131,7 +131,7 @@ class RunDir:
             TulaError: `root` cannot be read.
         """
         latest = "" if other(root / LATEST) else read_text(root / LATEST)
-        return cls(parsed_spec.newest(root, latest))
+        return cls(parsed_spec.newest_run(root, latest))
 
     @classmethod
     def all(cls, root: Path) -> list["RunDir"]:
@@ -140,7 +140,7 @@ class RunDir:
         Raises:
             TulaError: `root` cannot be read.
         """
-        return [cls(path) for path in parsed_spec.runs(root)]
+        return [cls(path) for path in parsed_spec.list_run_folders(root)]
 
     @property
     def id(self) -> str:
@@ -148,11 +148,11 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        return parsed_spec.changed(self.path) is not None
+        return parsed_spec.changed_at(self.path) is not None
 
     def spec(self) -> JobSpec:
-        path, known = self.path / "spec.yaml", parsed_spec.read(self.path)
-        return validate(read_yaml(path) if known is None else known.spec, source=str(path))
+        path, parsed = self.path / "spec.yaml", parsed_spec.read_spec(self.path)
+        return validate(read_yaml(path) if parsed is None else parsed.spec, source=str(path))
 
     def job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", TypeAdapter(JobFile))
@@ -166,17 +166,26 @@ class RunDir:
         Raises:
             SpecError: there is no such type as `only`.
         """
-        asked = spec.by_type(only)
-        every = (asked if only is None else spec.by_type()).items()
-        found = {name: Part(name, self._inner("types", name, own) if name else self, own) for name, own in every}
-        return tuple(replace(found[name], sizes=tuple(map(found.__getitem__, spec.beside(name)))) for name in asked)
+        requested_types = spec.by_type(only)
+        jobs_by_type = (requested_types if only is None else spec.by_type()).items()
+        parts_by_type = {
+            name: Part(name, self._inner_run("types", name, job_of_type) if name else self, job_of_type)
+            for name, job_of_type in jobs_by_type
+        }
+        return tuple(
+            replace(parts_by_type[name], sizes=tuple(map(parts_by_type.__getitem__, spec.beside(name))))
+            for name in requested_types
+        )
 
     def lengths(self, spec: JobSpec, node_type: str | None) -> tuple[Part, ...]:
         """Return what is measured at other lengths of text (search.sequence) than `spec` trains with, inside this run."""
-        found = spec.by_length().items()
-        return tuple(Part(node_type, self._inner("lengths", str(length), own), own, length) for length, own in found)
+        jobs_by_length = spec.by_length().items()
+        return tuple(
+            Part(node_type, self._inner_run("lengths", str(length), job_of_length), job_of_length, length)
+            for length, job_of_length in jobs_by_length
+        )
 
-    def _inner(self, folder: str, name: str, spec: JobSpec) -> "RunDir":
+    def _inner_run(self, folder: str, name: str, spec: JobSpec) -> "RunDir":
         return RunDir(self.path / folder / f"{spec.name}-{name}-{signature(spec)}")
 
     def read(self, *, skip_damaged: bool = False) -> Snapshot:
@@ -186,7 +195,7 @@ class RunDir:
     # --- tasks, jobs, attempts
 
     def write_task(self, task: Task) -> None:
-        write_and_tell(self.path, f"tasks/{task.id}.json", task)
+        write_with_news(self.path, f"tasks/{task.id}.json", task)
 
     def task(self, task_id: str) -> Task | None:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
@@ -197,20 +206,20 @@ class RunDir:
 
     def check_tasks(self) -> list[CheckTask]:
         """Return the tasks of `tula check --on-cluster`."""
-        found = [read_record(path, TASK) for path in listing(self.path / "tasks", "check-*.json")]
-        return [task for task in found if isinstance(task, CheckTask)]
+        tasks = [read_record(path, TASK) for path in list_files(self.path / "tasks", "check-*.json")]
+        return [task for task in tasks if isinstance(task, CheckTask)]
 
-    def superseded(self, task: TrainTask) -> bool:
+    def is_superseded(self, task: TrainTask) -> bool:
         """Return whether a later attempt of a training has been written: whoever runs this one has to stop."""
-        return is_there(self.path / f"tasks/{task.job}-{task.attempt + 1}.json")
+        return is_listed(self.path / f"tasks/{task.job}-{task.attempt + 1}.json")
 
     def write_job(self, job: Job) -> None:
         write_record(self.path / f"jobs/{job.id}.json", job)
 
     def job(self, job_id: str) -> Job | None:
         """Return a job of this run; None where there is none, and of one of a run that this is a copy of."""
-        found = read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
-        return None if found is None or of_another_run(found, self.path.resolve()) else found
+        job = read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
+        return None if job is None or is_of_another_run(job, self.path.resolve()) else job
 
     def jobs(self) -> list[Job]:
         return self.read().jobs
@@ -226,34 +235,34 @@ class RunDir:
         """Return the attempts of one task (or of all), oldest first."""
         if task_id is None:
             return self.read().attempts
-        paths = listing(self.path / "attempts", f"{task_id}.*.json")
-        found = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
-        return sorted(found, key=lambda attempt: (attempt.started_at, attempt.number))
+        paths = list_files(self.path / "attempts", f"{task_id}.*.json")
+        attempts = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
+        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.number))
 
     def write_failure(self, failure: Failure) -> None:
-        write_and_tell(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
+        write_with_news(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
     def failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
         """Return what failing ranks saw, earliest first."""
         number = "*" if attempt is None else f"{attempt:03d}"
-        paths = listing(self.path / "failures", f"{task_id}.{number}.*.json")
-        found = [failure for path in paths if (failure := read_record(path, TypeAdapter(Failure)))]
-        return sorted(found, key=lambda failure: failure.failed_at)
+        paths = list_files(self.path / "failures", f"{task_id}.{number}.*.json")
+        failures = [failure for path in paths if (failure := read_record(path, TypeAdapter(Failure)))]
+        return sorted(failures, key=lambda failure: failure.failed_at)
 
-    def any_failure(self, task_id: str, attempt: int) -> bool:
+    def has_failure(self, task_id: str, attempt: int) -> bool:
         return bool(self.failed_ranks(task_id, attempt))
 
     def failed_ranks(self, task_id: str, attempt: int) -> list[int]:
         """Return the ranks of an attempt whose failures were written down."""
-        paths = listing(self.path / "failures", f"{task_id}.{attempt:03d}.*.json")
+        paths = list_files(self.path / "failures", f"{task_id}.{attempt:03d}.*.json")
         return [int(path.name.split(".")[-2]) for path in paths]
 
     def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
         """Mark a job as cancelled by the user: nothing starts or restarts it until `uncancel`."""
-        if not self.cancelled(job_id):
+        if not self.is_cancelled(job_id):
             require_own(self.path)
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
-            tell(self.path)
+            touch_news(self.path)
 
     def cancelled_by(self, job_id: str) -> str:
         """Return the command that cancelled a job; empty where none has."""
@@ -262,8 +271,8 @@ class RunDir:
     def uncancel(self, job_id: str) -> None:
         (self.path / f"jobs/{job_id}.cancelled").unlink(missing_ok=True)
 
-    def cancelled(self, job_id: str) -> bool:
-        return is_there(self.path / f"jobs/{job_id}.cancelled")
+    def is_cancelled(self, job_id: str) -> bool:
+        return is_listed(self.path / f"jobs/{job_id}.cancelled")
 
     def note_released(self, job_id: str, ids: Iterable[str], why: str) -> None:
         """Record that the supervisor takes waiting jobs of a chain out of the queue; the scheduler reports a mere cancel."""
@@ -293,16 +302,16 @@ class RunDir:
         Raises:
             BadMeasurements: one is damaged.
         """
-        look = self.read()
-        if look.damaged:
-            raise look.damaged[0]
-        return look.results
+        snapshot = self.read()
+        if snapshot.damaged:
+            raise snapshot.damaged[0]
+        return snapshot.results
 
     def current_probe(self, task: ProbeTask) -> int | None:
         """Return the local batch that a job is at: the first without a result that stands; None where all have one."""
         for local_batch in task.local_batches:
-            known = self.result(probe_id(task.nodes, local_batch))
-            if local_batch not in task.skip and (known is None or known.kind == "failed"):
+            result = self.result(probe_id(task.nodes, local_batch))
+            if local_batch not in task.skip and (result is None or result.kind == "failed"):
                 return local_batch
         return None
 
@@ -328,8 +337,8 @@ class RunDir:
 
     def train_signatures(self) -> list[str]:
         """Return the training runs there are, last changed first."""
-        found = [path for path in (self.path / "train").glob("*") if path.is_dir()]
-        return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+        folders = [path for path in (self.path / "train").glob("*") if path.is_dir()]
+        return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def write_train_result(self, result: TrainResult) -> None:
         write_record(self.path / f"train/{result.signature}/result.json", result)
@@ -361,13 +370,13 @@ class RunDir:
 
     def open_log(self, path: Path) -> BinaryIO:
         """Open a log to add to it; raises TulaError where the disk is full or the folder cannot be written."""
-        return open_to_add(path)
+        return open_to_append(path)
 
     def handover_path(self, task_id: str, attempt: int) -> Path:
         """Return the file through which the ranks of one attempt find each other: address, port and device of rank 0."""
         return self.path / "handover" / f"{task_id}.{attempt:03d}"
 
-    def saw_gpus(self, attempt: Attempt) -> bool:
+    def has_seen_gpus(self, attempt: Attempt) -> bool:
         """Return whether rank 0 of an attempt had a GPU."""
         return read_text(self.handover_path(attempt.task, attempt.number)).endswith(" cuda")
 
@@ -375,17 +384,17 @@ class RunDir:
         """Say that the ranks have saved and left on their own: "time_limit", "stage_end", or "signal" when they were told to."""
         write_atomic(self.path / "stopped" / f"{task_id}.{attempt:03d}", f"{reason}\n")
 
-    def stopped(self, task_id: str, attempt: int) -> str:
+    def stop_reason(self, task_id: str, attempt: int) -> str:
         """Return why the ranks of an attempt left before the end; empty where they did not."""
         return read_text(self.path / "stopped" / f"{task_id}.{attempt:03d}")
 
     def write_leader_command(self, allocation: str, number: int, command: LeaderCommand) -> None:
-        write_and_tell(self.path, f"orders/{allocation}.{number:03d}.json", command)
+        write_with_news(self.path, f"orders/{allocation}.{number:03d}.json", command)
 
     def leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
         """Return a command; it is not asked for by name before it is there, for that it is not might be kept in a cache."""
         path = self.path / f"orders/{allocation}.{number:03d}.json"
-        return read_record(path, TypeAdapter(LeaderCommand)) if is_there(path) else None
+        return read_record(path, TypeAdapter(LeaderCommand)) if is_listed(path) else None
 
     # --- the user's code
 
@@ -402,9 +411,9 @@ class RunDir:
 
     def code_digests(self) -> set[str]:
         """Return the digests of all code that jobs of this run were submitted with."""
-        known = (read_record(path, TypeAdapter(CodeSnapshot)) for path in listing(self.path / "code"))
-        return {found.digest for found in known if found}
+        snapshots = (read_record(path, TypeAdapter(CodeSnapshot)) for path in list_files(self.path / "code"))
+        return {snapshot.digest for snapshot in snapshots if snapshot}
 
     def logs(self) -> list[Path]:
-        found = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]
-        return sorted(found, key=lambda path: path.stat().st_mtime)
+        logs = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]
+        return sorted(logs, key=lambda path: path.stat().st_mtime)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
 
 T = TypeVar("T")
-_LARGEST = 2**28
+_MAX_BYTES = 2**28
 """Bytes of a file that is read whole."""
 MAX_LINE = 2**24
 """Bytes of a line that is read whole: longer ones are no records."""
 NO_ANSWER = "the file system did not answer: run the same command again once it does; nothing that was saved is lost"
 
 
-class _Held:
+class _PinnedRun:
     """The run directory that this process works for, and the inode that it had then; no path where it is none.
 
     It is kept open: some file systems (of FUSE, sshfs for one) give a folder another inode once they have forgotten it.
@@ -39,7 +39,7 @@ class _Held:
     folder: int | None = None
 
 
-def hold(run: Path) -> None:
+def pin_run(run: Path) -> None:
     """From now on make no folder of this run anew should it be moved or removed: nobody would look for what lies there.
 
     Args:
@@ -52,15 +52,15 @@ def hold(run: Path) -> None:
         folder = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise RunGone(run) from None
-    if _Held.folder is not None:
-        os.close(_Held.folder)
-    _Held.path, _Held.inode, _Held.folder = run.absolute(), os.fstat(folder).st_ino, folder
+    if _PinnedRun.folder is not None:
+        os.close(_PinnedRun.folder)
+    _PinnedRun.path, _PinnedRun.inode, _PinnedRun.folder = run.absolute(), os.fstat(folder).st_ino, folder
 
 
-def is_gone(run: Path) -> bool:
+def is_run_gone(run: Path) -> bool:
     """Return whether a run that is held is no longer at its place; another one may be."""
     try:
-        return run.absolute() == _Held.path and run.stat().st_ino != _Held.inode
+        return run.absolute() == _PinnedRun.path and run.stat().st_ino != _PinnedRun.inode
     except (FileNotFoundError, NotADirectoryError):
         return True
 
@@ -72,9 +72,9 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
         RunGone: it is one of a run that is held and no longer there.
         OSError: it cannot be made.
     """
-    held = _Held.path
-    if held is not None and folder.absolute().is_relative_to(held) and is_gone(held):
-        raise RunGone(held)
+    pinned_path = _PinnedRun.path
+    if pinned_path is not None and folder.absolute().is_relative_to(pinned_path) and is_run_gone(pinned_path):
+        raise RunGone(pinned_path)
     try:
         folder.mkdir(mode=mode, exist_ok=True)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def make_folder(folder: Path, *, mode: int = 0o700) -> None:
         folder.mkdir(mode=mode, exist_ok=True)
 
 
-FOR_ALL = 0o666
+MODE_FOR_ALL = 0o666
 """Permissions of a file that a user asks for at a place of their own, less the umask; all else is for this user alone."""
 
 
@@ -103,8 +103,8 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
     content = data.encode() if isinstance(data, str) else data
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        make_folder(path.parent, mode=0o777 if mode == FOR_ALL else 0o700)
-        with _opened_anew(draft, mode) as file:
+        make_folder(path.parent, mode=0o777 if mode == MODE_FOR_ALL else 0o700)
+        with _open_new(draft, mode) as file:
             if callable(content):
                 content(file)
             else:
@@ -115,10 +115,10 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None], *, 
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise cannot_write(path, error, needed=None if callable(content) else len(content)) from error
+        raise write_error(path, error, needed=None if callable(content) else len(content)) from error
 
 
-def _opened_anew(draft: Path, mode: int) -> BinaryIO:
+def _open_new(draft: Path, mode: int) -> BinaryIO:
     """Open a file that nobody else has: what has its name, left behind or a link to another place, goes."""
 
     def create(name: str, flags: int) -> int:
@@ -131,31 +131,31 @@ def _opened_anew(draft: Path, mode: int) -> BinaryIO:
         return open(draft, "xb", opener=create)
 
 
-def cannot_write(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
+def write_error(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
     """Return what an error in writing a file (of so many bytes, where that is known) is to the user."""
-    told = f"cannot write {path}: {error.strerror}"
+    message = f"cannot write {path}: {error.strerror}"
     if error.errno in FULL:
         free, quota = free_words(path.parent), error.errno == errno.EDQUOT
         return DiskFull(
-            f"{told}{f' ({free})' if free and not quota else ''}",
+            f"{message}{f' ({free})' if free and not quota else ''}",
             "free some space and run the same command again; nothing is lost",
             folder=str(path.parent),
             quota=quota,
             needed=needed,
         )
     if error.errno in SILENT:
-        return StorageFailed(told, NO_ANSWER)
-    theirs = not_yours(path, change=True) if error.errno in REFUSED else None
-    return theirs or CannotWrite(told, _elsewhere(path))
+        return StorageFailed(message, NO_ANSWER)
+    not_yours_error = not_yours(path, change=True) if error.errno in REFUSED else None
+    return not_yours_error or CannotWrite(message, _other_folder_hint(path))
 
 
-def _elsewhere(path: Path) -> str:
+def _other_folder_hint(path: Path) -> str:
     """Say what to do where a folder takes no files; runs have an option for theirs."""
     of_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
     return "choose another folder with --run-dir" if of_run else "choose another folder"
 
 
-def content(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
     """Return what a file holds; one that NFS has replaced under the reader (ESTALE) is read once more.
 
     Raises:
@@ -163,18 +163,18 @@ def content(path: Path) -> bytes:
         BadMeasurements: it is no file, or larger than any of a run's records.
         TulaError: it cannot be read.
     """
-    for again in (True, False):
+    for may_retry in (True, False):
         try:
             with open_file(path) as file:
                 # by its size: to read up to a bound takes memory for the bound, of which a rank may have none left
-                if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
-                    raise damaged(path, f"it is larger than {_LARGEST >> 20} MiB")
+                if (size := os.fstat(file.fileno()).st_size) > _MAX_BYTES:
+                    raise damaged_error(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
                 return file.read(size)
         except FileNotFoundError:
             raise
         except OSError as error:
-            if not (again and error.errno == errno.ESTALE):
-                raise cannot_read(path, error) from error
+            if not (may_retry and error.errno == errno.ESTALE):
+                raise read_error(path, error) from error
     raise AssertionError
 
 
@@ -188,7 +188,7 @@ def open_file(path: Path) -> BinaryIO:
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise damaged(path, "it is no file")
+        raise damaged_error(path, "it is no file")
     return file
 
 
@@ -201,13 +201,13 @@ def is_regular(path: Path | str) -> bool:
     return stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116
 
 
-def cannot_read(path: Path, error: OSError) -> TulaError:
-    told = f"cannot read {path}: {error.strerror}"
+def read_error(path: Path, error: OSError) -> TulaError:
+    message = f"cannot read {path}: {error.strerror}"
     if error.errno in SILENT:
-        return StorageFailed(told, NO_ANSWER)
+        return StorageFailed(message, NO_ANSWER)
     if error.errno in REFUSED:
-        return not_yours(path) or TulaError(told, f"let yourself read it: chmod u+r {path}")
-    return TulaError(told)
+        return not_yours(path) or TulaError(message, f"let yourself read it: chmod u+r {path}")
+    return TulaError(message)
 
 
 def write_record(path: Path, record: "BaseModel") -> None:
@@ -234,24 +234,24 @@ def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
     from pydantic import ValidationError  # what reads no record imports no pydantic
 
     try:
-        return adapter.validate_json(content(path))
+        return adapter.validate_json(read_content(path))
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the top"
-        raise damaged(path, f"{first['msg']} at {where}") from None
+        first_error = error.errors()[0]
+        where = ".".join(str(key) for key in first_error["loc"]) or "the top"
+        raise damaged_error(path, f"{first_error['msg']} at {where}") from None
 
 
 COMMANDS_THAT_REWRITE = {"results": "tula profile", "recommendation.json": "tula recommend"}
 """Commands that write a deleted file again, by the file's name or its folder."""
 
 
-def damaged(path: Path, why: str) -> BadMeasurements:
+def damaged_error(path: Path, why: str) -> BadMeasurements:
     """Return the error of a damaged file, whose hint names the command that writes the file again."""
     command = COMMANDS_THAT_REWRITE.get(path.name) or COMMANDS_THAT_REWRITE.get(path.parent.name)
-    again = f"{command}, which writes it again" if command else "the same command again"
-    return BadMeasurements(f"{path} is damaged: {why}", f"delete that file and run {again}")
+    advice = f"{command}, which writes it again" if command else "the same command again"
+    return BadMeasurements(f"{path} is damaged: {why}", f"delete that file and run {advice}")
 
 
 class Reader(Protocol):
@@ -268,23 +268,23 @@ def read_text(path: Path) -> str:
         TulaError: it cannot be read.
     """
     try:
-        return content(path).decode().strip()
+        return read_content(path).decode().strip()
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError:
-        raise damaged(path, "it is no text") from None
+        raise damaged_error(path, "it is no text") from None
 
 
-def listing(folder: Path, pattern: str = "*.json") -> list[Path]:
+def list_files(folder: Path, pattern: str = "*.json") -> list[Path]:
     """Return the files of a folder whose names match, by name, without drafts; none where there is no such folder.
 
     Raises:
         TulaError: the folder cannot be read.
     """
-    return [folder / name for name in names(folder) if fnmatch.fnmatchcase(name, pattern)]
+    return [folder / name for name in list_names(folder) if fnmatch.fnmatchcase(name, pattern)]
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """Return what a folder holds, sorted, without drafts; nothing where there is no such folder.
 
     Raises:
@@ -295,11 +295,11 @@ def names(folder: Path) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise cannot_read(folder, error) from error
+        raise read_error(folder, error) from error
 
 
-def json_lines(
-    path: Path, *, last: int | None = None, wanted: Callable[[bytes], bool] | None = None
+def read_json_lines(
+    path: Path, *, last_bytes: int | None = None, is_wanted: Callable[[bytes], bool] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of one a line, if it is there; a line that is still being written is left out.
 
@@ -313,16 +313,20 @@ def json_lines(
     except FileNotFoundError:
         return
     except OSError as error:
-        raise cannot_read(path, error) from error
+        raise read_error(path, error) from error
     with file:
-        if last is not None and file.seek(0, os.SEEK_END) > last:
-            file.seek(-last, os.SEEK_END)
+        if last_bytes is not None and file.seek(0, os.SEEK_END) > last_bytes:
+            file.seek(-last_bytes, os.SEEK_END)
             file.readline()  # half a line
         else:
             file.seek(0)
         for line in read_lines(file):
             # A lost node may leave a line of which some blocks were never written: what is no object is left out.
-            if line.endswith(b"\n") and (wanted is None or wanted(line)) and (row := json_object(line)) is not None:
+            if (
+                line.endswith(b"\n")
+                and (is_wanted is None or is_wanted(line))
+                and (row := parse_json_object(line)) is not None
+            ):
                 yield row
 
 
@@ -346,15 +350,15 @@ def read_lines(file: BinaryIO, *, longest: int = MAX_LINE) -> Iterator[bytes]:
 
 def read_lines_back(file: BinaryIO, *, end: int, block: int) -> Iterator[bytes]:
     """Yield the lines of a file before `end`, last first, those longer than a block in pieces; a block is read at a time."""
-    position, rest = end, b""
+    position, incomplete = end, b""
     while position:
         step = min(position, block)
         position = file.seek(position - step)
-        rest, *lines = re.findall(rb"[^\n]*\n|[^\n]+", file.read(step) + rest)
+        incomplete, *lines = re.findall(rb"[^\n]*\n|[^\n]+", file.read(step) + incomplete)
         yield from reversed(lines)
-        if position == 0 or len(rest) > block:
-            yield rest
-            rest = b""
+        if position == 0 or len(incomplete) > block:
+            yield incomplete
+            incomplete = b""
 
 
 def read_end(path: Path, size: int) -> str:
@@ -372,7 +376,7 @@ def read_end(path: Path, size: int) -> str:
         return ""
 
 
-def json_object(line: bytes) -> dict[str, Any] | None:
+def parse_json_object(line: bytes) -> dict[str, Any] | None:
     """Return the object of a line; None where it is none."""
     try:
         row = json.loads(line)
@@ -382,12 +386,12 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Add an object to a file of one a line, which is made where it is not there; raises as `open_to_add` does."""
-    with open_to_add(path) as file:
+    """Add an object to a file of one a line, which is made where it is not there; raises as `open_to_append` does."""
+    with open_to_append(path) as file:
         file.write(f"{json.dumps(content)}\n".encode())
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file, or a folder with all that is in it; none need be there."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
@@ -395,22 +399,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def publish(draft: Path, place: Path) -> None:
+def publish_folder(draft: Path, target: Path) -> None:
     """Give a finished folder its name; one that is there is the same.
 
     Raises:
         OSError: it cannot be given that name.
     """
-    if place.is_dir():
+    if target.is_dir():
         return
     try:
-        draft.rename(place)
+        draft.rename(target)
     except OSError:
-        if not place.is_dir():  # another process was faster
+        if not target.is_dir():  # another process was faster
             raise
 
 
-def open_to_add(path: Path) -> BinaryIO:
+def open_to_append(path: Path) -> BinaryIO:
     """Open a file to add to it, whose folder need not be there.
 
     Raises:
@@ -422,8 +426,8 @@ def open_to_add(path: Path) -> BinaryIO:
         file = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600
         )
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             os.close(file)
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         return os.fdopen(file, "ab")
@@ -433,4 +437,4 @@ def open_to_add(path: Path) -> BinaryIO:
                 f"cannot add to {path}: it is a link, or no file: what is added would go elsewhere",
                 f"remove it: rm {path}",
             ) from error
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error

@@ -17,8 +17,8 @@ from tula_cli.run.directory import LATEST
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.spec.job import JobSpec
 
-_OTHERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
-_OURSELVES = Path(__file__).resolve().parents[1]
+_EXCLUDED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+_TULA_PACKAGE = Path(__file__).resolve().parents[1]
 _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in the order in which python prefers them
 
 
@@ -43,7 +43,7 @@ class Source:
 
 def import_strings(spec: JobSpec) -> tuple[str, ...]:
     """Return the names of the spec that are written package.module:attribute."""
-    transforms = [entry for part in (spec.transforms.train, spec.transforms.eval) for entry in part]
+    transforms = [entry for transforms_ in (spec.transforms.train, spec.transforms.eval) for entry in transforms_]
     names = [
         spec.model.name,
         spec.dataset.name,
@@ -58,7 +58,7 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if is_import_string(name)))
 
 
-def packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[str, ...]:
+def installed_packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[str, ...]:
     """Return the modules of the spec's import strings that are installed: none of the user's own code under `workdir`.
 
     Args:
@@ -66,12 +66,12 @@ def packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None)
         workdir: the folder where tula was called.
         path: where python looks for modules; sys.path by default.
     """
-    roots = roots_of(workdir, sys.path if path is None else path)
+    roots = import_roots(workdir, sys.path if path is None else path)
     modules = dict.fromkeys(name.partition(":")[0] for name in import_strings(spec))
-    return tuple(module for module in modules if not resolve(module, roots))
+    return tuple(module for module in modules if not resolve_module(module, roots))
 
 
-def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
+def files_of_imports(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
     """Return the user's own files that the spec's import strings lead to, by way of their import statements.
 
     Args:
@@ -79,16 +79,20 @@ def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) ->
         workdir: the folder where tula was called; only what lies under it is the user's own.
         path: where python looks for modules; sys.path by default.
     """
-    return files_behind(import_strings(spec), workdir, path=path)
+    return files_of_import_strings(import_strings(spec), workdir, path=path)
 
 
-def files_behind(names: Iterable[str], workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
+def files_of_import_strings(
+    names: Iterable[str], workdir: Path, *, path: Sequence[str] | None = None
+) -> tuple[Path, ...]:
     """Return the user's own files that import strings lead to; arguments as of `files`."""
-    roots = roots_of(workdir, sys.path if path is None else path)
-    return followed((file for name in names for file in resolve(name.partition(":")[0], roots)), workdir, roots)
+    roots = import_roots(workdir, sys.path if path is None else path)
+    return follow_imports(
+        (file for name in names for file in resolve_module(name.partition(":")[0], roots)), workdir, roots
+    )
 
 
-def followed(starts: Iterable[Path], workdir: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
+def follow_imports(starts: Iterable[Path], workdir: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
     """Return files and those under `workdir` that their import statements lead to, sorted.
 
     Args:
@@ -96,17 +100,17 @@ def followed(starts: Iterable[Path], workdir: Path, roots: Sequence[Path]) -> tu
         workdir: only what lies under it is the user's own.
         roots: folders that python imports from.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     waiting = deque(starts)
     while waiting:
         file = waiting.popleft()
-        if file not in found:
-            found[file] = None
-            waiting.extend(_imported(file, workdir, roots))
-    return tuple(sorted(found))
+        if file not in files:
+            files[file] = None
+            waiting.extend(_imported_files(file, workdir, roots))
+    return tuple(sorted(files))
 
 
-def digest(files: Iterable[Path], workdir: Path, *, start: str = "") -> str:
+def digest_of_files(files: Iterable[Path], workdir: Path, *, start: str = "") -> str:
     """Return 8 hex digits over the names relative to `workdir` and the contents; empty where there are no files.
 
     Args:
@@ -118,24 +122,24 @@ def digest(files: Iterable[Path], workdir: Path, *, start: str = "") -> str:
         SpecError: a file cannot be read.
     """
     ordered = sorted((file.relative_to(workdir).as_posix(), file) for file in files)
-    found = hashlib.sha256(start.encode())
+    digest = hashlib.sha256(start.encode())
     for name, file in ordered:
-        content = _read(file)
-        found.update(f"{name}\0{len(content)}\0".encode())
-        found.update(content)
-    return found.hexdigest()[:8] if ordered else ""
+        content = _read_file(file)
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:8] if ordered else ""
 
 
-def _read(file: Path) -> bytes:
+def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
         raise SpecError(f"cannot read {file}: {error.strerror}", "the spec's import strings lead to it") from error
 
 
-def roots_of(workdir: Path, path: Iterable[str]) -> list[Path]:
+def import_roots(workdir: Path, path: Iterable[str]) -> list[Path]:
     """Return the folders under `workdir` that python imports from: itself, and those that PYTHONPATH or a .pth adds."""
-    found, real = {workdir: None}, workdir.resolve()
+    roots, real = {workdir: None}, workdir.resolve()
     python = [
         prefix for prefix in map(Path.resolve, map(Path, (sys.prefix, sys.base_prefix))) if real in prefix.parents
     ]
@@ -145,81 +149,83 @@ def roots_of(workdir: Path, path: Iterable[str]) -> list[Path]:
             continue  # an interpreter in the user's own folder, with its library
         if folder.is_relative_to(real) and folder.is_dir():
             below = folder.relative_to(real)
-            if not any(foreign(real / part) for part in [*below.parents, below] if part != Path()):
-                found[workdir / below] = None
-    return list(found)
+            if not any(
+                is_foreign(real / folder_name) for folder_name in [*below.parents, below] if folder_name != Path()
+            ):
+                roots[workdir / below] = None
+    return list(roots)
 
 
-def foreign(folder: Path) -> bool:
+def is_foreign(folder: Path) -> bool:
     """Return whether a folder is none of the user's code: hidden, installed, an environment, or where runs are kept."""
-    if folder.name.startswith(".") or installed(folder):
+    if folder.name.startswith(".") or is_installed_folder(folder):
         return True
     return (folder / LATEST).is_file() and any(folder.glob("*/spec.yaml"))
 
 
-def installed(folder: Path) -> bool:
+def is_installed_folder(folder: Path) -> bool:
     """Return whether a folder holds what package managers put there, or caches."""
-    return folder.name in _OTHERS or (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
+    return folder.name in _EXCLUDED_FOLDERS or (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
 
 
-def resolve(module: str, roots: Iterable[Path]) -> list[Path]:
+def resolve_module(module: str, roots: Iterable[Path]) -> list[Path]:
     """Return the files that importing a module runs, as far as they are found: its packages' and its own."""
-    found, places = [], list(roots)
-    for part in module.split("."):
-        file, places = _look(part, places)
-        if file is not None and not file.resolve().is_relative_to(_OURSELVES):
-            found.append(file)
-        if not places:
+    files, folders = [], list(roots)
+    for name in module.split("."):
+        file, folders = _resolve_name(name, folders)
+        if file is not None and not file.resolve().is_relative_to(_TULA_PACKAGE):
+            files.append(file)
+        if not folders:
             break
-    return found
+    return files
 
 
-def _look(part: str, places: Iterable[Path]) -> tuple[Path | None, list[Path]]:
+def _resolve_name(name: str, folders: Iterable[Path]) -> tuple[Path | None, list[Path]]:
     """Return the file of one part of a module's name, and the folders where the next part is; in python's order."""
     portions = []  # of a namespace package: folders without __init__.py
-    for place in places:
-        folder = place / part
-        is_folder = bool(part) and folder.is_dir() and not foreign(folder)
-        if is_folder and (file := source(folder / "__init__")):
+    for place in folders:
+        folder = place / name
+        is_folder = bool(name) and folder.is_dir() and not is_foreign(folder)
+        if is_folder and (file := source_file(folder / "__init__")):
             return file, [folder]
-        if part and (file := source(folder)):
+        if name and (file := source_file(folder)):
             return file, []
         if is_folder:
             portions.append(folder)
     return None, portions
 
 
-def source(stem: Path) -> Path | None:
+def source_file(stem: Path) -> Path | None:
     candidates = (stem.with_name(stem.name + suffix) for suffix in _SUFFIXES)
     return next((file for file in candidates if file.is_file()), None)
 
 
-def _imported(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
+def _imported_files(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
     """Yield the files under `workdir` that the imports of a file lead to, wherever in it they stand."""
-    for node in _nodes(file):
+    for node in _parse_nodes(file):
         match node:
             case ast.Import(names=names):
                 for alias in names:
-                    yield from resolve(alias.name, roots)
+                    yield from resolve_module(alias.name, roots)
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = f"{module}." if module else ""
-                places = [file.parents[level - 1]] if 0 < level <= len(file.parents) else roots
-                if level and not places[0].is_relative_to(workdir):
+                folders = [file.parents[level - 1]] if 0 < level <= len(file.parents) else roots
+                if level and not folders[0].is_relative_to(workdir):
                     continue
                 for alias in names:  # a submodule or a mere attribute: the files tell
-                    yield from resolve(f"{base}{alias.name}", places)
+                    yield from resolve_module(f"{base}{alias.name}", folders)
             case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module")):
                 if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                    yield from resolve(node.args[0].value, roots)
+                    yield from resolve_module(node.args[0].value, roots)
 
 
-def _nodes(file: Path) -> list[ast.AST]:
+def _parse_nodes(file: Path) -> list[ast.AST]:
     """Return all nodes of a python file; none where it does not parse: its error belongs to the job, not to us."""
     if file.suffix != ".py":
         return []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the user's string escapes
-            return list(ast.walk(ast.parse(_read(file))))
+            return list(ast.walk(ast.parse(_read_file(file))))
     except (SyntaxError, ValueError, RecursionError):
         return []

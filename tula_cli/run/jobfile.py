@@ -25,15 +25,15 @@ class ConfigDrift:
     problem: str = ""  # why the file cannot be used; then nothing is known of its values
 
 
-def origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
+def settings_origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
     """Return where settings come from: `job`, else the file that the run's came from; and `overrides` on top."""
     if job is not None:
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
-    known = run.job_file()
-    return known and JobFile(path=known.path, overrides=(*known.overrides, *overrides))
+    stored_file = run.job_file()
+    return stored_file and JobFile(path=stored_file.path, overrides=(*stored_file.overrides, *overrides))
 
 
-def overridden(run: RunDir, overrides: Sequence[str]) -> JobSpec:
+def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     """Return a run's settings with overrides that leave its measurements valid.
 
     Args:
@@ -43,12 +43,12 @@ def overridden(run: RunDir, overrides: Sequence[str]) -> JobSpec:
     Raises:
         SpecError: an override changes what was measured, or cannot be used.
     """
-    known = run.spec()
+    stored = run.spec()
     if not overrides:
-        return known
-    changed = _load_with_overrides(run.path / "spec.yaml", known, overrides)
-    before, after = ({part.run.path for part in run.parts(spec)} for spec in (known, changed))
-    if signature(changed) != signature(known) or (known.types and not before <= after):
+        return stored
+    changed = _load_with_overrides(run.path / "spec.yaml", stored, overrides)
+    parts_before, after = ({part.run.path for part in run.parts(spec)} for spec in (stored, changed))
+    if signature(changed) != signature(stored) or (stored.types and not parts_before <= after):
         raise SpecError(
             f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
             "make it a run of its own: tula profile job.yaml with the same --set",
@@ -69,7 +69,7 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
     return validate(content, source=" --set ".join((str(path), *overrides)))
 
 
-def adopt(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | None) -> None:
+def save_job(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | None) -> None:
     """Make a run the newest, with this spec (which comes from `file`), and so its parts.
 
     Raises:
@@ -77,11 +77,11 @@ def adopt(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | Non
     """
     for part in parts:
         if part.name is not None:
-            part.run.adopt(part.spec)
-    run.adopt(spec, file)
+            part.run.save_job(part.spec)
+    run.save_job(spec, file)
 
 
-def begun(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
+def parts_with_data(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
     """Return the parts of a run (of the type named) that there is something of, other lengths of text among them."""
     return [part for part in all_parts(run, spec, node_type) if part.name is None or part.run.exists]
 
@@ -98,7 +98,7 @@ def all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple
         SpecError: there is no such type.
     """
     parts = run.parts(spec, node_type)
-    return tuple(one for part in parts for one in (part, *part.run.lengths(part.spec, part.type)))
+    return tuple(part_or_length for part in parts for part_or_length in (part, *part.run.lengths(part.spec, part.type)))
 
 
 def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> ConfigDrift | None:
@@ -111,30 +111,30 @@ def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> C
         spec: its settings, with `overrides`.
         overrides: `a.b=c`, of this command.
     """
-    file = origin(run, None, overrides)
+    file = settings_origin(run, None, overrides)
     if file is None or not Path(file.path).is_file():
         return None
     try:
-        now = load_spec(Path(file.path), overrides=file.overrides)
+        current = load_spec(Path(file.path), overrides=file.overrides)
     except SpecError as error:
-        problems = [f"{found.path}: {found.message}" for found in error.problems]
+        problems = [f"{problem.path}: {problem.message}" for problem in error.problems]
         return ConfigDrift(file, {}, problem="; ".join([error.message, *problems]))
-    if now == spec:
+    if current == spec:
         return None
     return ConfigDrift(
         file,
-        changes(spec, now),
-        trains=_training(now) != _training(spec),
-        elsewhere=(now.name, signature(now)) != (spec.name, signature(spec)),
+        job_changes(spec, current),
+        trains=_training_settings(current) != _training_settings(spec),
+        elsewhere=(current.name, signature(current)) != (spec.name, signature(spec)),
     )
 
 
-def _training(spec: JobSpec) -> dict[str, Any]:
+def _training_settings(spec: JobSpec) -> dict[str, Any]:
     return spec.model_dump(exclude={"pricing", "search", "export"})
 
 
-def changes(then: JobSpec, now: JobSpec) -> dict[str, tuple[Any, Any]]:
+def job_changes(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
     """Return what two jobs say by the keys in which they differ."""
-    before, after = (dict(leaves(spec.model_dump(mode="json"))) for spec in (then, now))
-    keys = [key for key in {**before, **after} if before.get(key, {}) != after.get(key, {})]
-    return {key: (before.get(key), after.get(key)) for key in keys}
+    leaves_before, after = (dict(leaves(spec.model_dump(mode="json"))) for spec in (earlier, current))
+    keys = [key for key in {**leaves_before, **after} if leaves_before.get(key, {}) != after.get(key, {})]
+    return {key: (leaves_before.get(key), after.get(key)) for key in keys}

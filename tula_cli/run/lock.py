@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 
 from tula_cli.errors import TulaError
-from tula_cli.run.files import cannot_write, write_atomic
+from tula_cli.run.files import write_atomic, write_error
 from tula_cli.run.storage.owner import require_own
 
-STALE_AFTER = 300.0
+STALE_SECONDS = 300.0
 """Seconds after which a lock is taken for one that its owner left behind."""
 
 
@@ -37,15 +37,15 @@ class SubmissionLock:
         try:
             self.path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
-            owner = _owner(self.path)
+            owner = _read_owner(self.path)
             if self._is_stale(owner):
                 self._break(owner)
             require_own(self.path)  # nobody knows for how long: it is told at once
             return owner or "another process"
         except OSError as error:
-            raise cannot_write(self.path, error) from error
+            raise write_error(self.path, error) from error
         try:
-            write_atomic(self.path / "owner", f"{_me()}\n")
+            write_atomic(self.path / "owner", f"{_owner_name()}\n")
         except TulaError:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
@@ -53,20 +53,20 @@ class SubmissionLock:
 
     def heartbeat(self) -> None:
         """Show that the lock is not stale: sbatch of a busy controller takes a minute a job."""
-        if _owner(self.path) == _me():
+        if _read_owner(self.path) == _owner_name():
             with contextlib.suppress(OSError):
                 os.utime(self.path)
 
     def release(self) -> None:
         """Give the lock back, if it has not been taken over."""
-        if _owner(self.path) == _me():
+        if _read_owner(self.path) == _owner_name():
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _break(self, owner: str) -> None:
         aside = self.path.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
         with contextlib.suppress(OSError):  # another process may have taken it over meanwhile
             self.path.rename(aside)
-            if _owner(aside) == owner:
+            if _read_owner(aside) == owner:
                 shutil.rmtree(aside)
             else:
                 aside.rename(self.path)
@@ -76,12 +76,12 @@ class SubmissionLock:
         if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
             return True
         try:  # of another host, or this one's pid is by now that of another process
-            return _now(self.path.parent) - self.path.stat().st_mtime > STALE_AFTER
+            return _file_system_time(self.path.parent) - self.path.stat().st_mtime > STALE_SECONDS
         except OSError:
             return False  # given back just now
 
 
-def _now(folder: Path) -> float:
+def _file_system_time(folder: Path) -> float:
     """Return the time by the clock of a folder's file system, which is that of the lock: this machine's may be minutes off.
 
     Raises:
@@ -95,11 +95,11 @@ def _now(folder: Path) -> float:
         clock.unlink()
 
 
-def _me() -> str:
+def _owner_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def _owner(lock: Path) -> str:
+def _read_owner(lock: Path) -> str:
     try:
         return (lock / "owner").read_text(encoding="utf-8").strip()
     except OSError:

@@ -28,7 +28,7 @@ class ParsedSpec:
     parts: Mapping[str, str]  # node type (empty where the job names none) to folder inside the run
 
 
-def write(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str, str]) -> None:
+def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str, str]) -> None:
     """Replace the job of a run, in both forms; a new one gets a format.
 
     Args:
@@ -42,13 +42,13 @@ def write(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str, str
         TulaError: they cannot be written.
     """
     run_format.require_known(run)
-    if changed(run) is None:
+    if changed_at(run) is None:
         run_format.write(run)
     files.write_atomic(run / _YAML, yaml)
     files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_digest(yaml.encode()), spec, parts))) + "\n")
 
 
-def read(run: Path) -> ParsedSpec | None:
+def read_spec(run: Path) -> ParsedSpec | None:
     """Return the job of a run; None where the YAML has been edited since, or the JSON is not there or damaged.
 
     Raises:
@@ -57,13 +57,13 @@ def read(run: Path) -> ParsedSpec | None:
     """
     run_format.require_known(run)
     try:
-        found = ParsedSpec(**json.loads(files.content(run / _JSON)))
-        return found if found.digest == _digest(files.content(run / _YAML)) else None
+        parsed = ParsedSpec(**json.loads(files.read_content(run / _JSON)))
+        return parsed if parsed.digest == _digest(files.read_content(run / _YAML)) else None
     except (FileNotFoundError, ValueError, TypeError, RecursionError, BadMeasurements):
         return None  # the YAML counts
 
 
-def runs(root: Path) -> list[Path]:
+def list_run_folders(root: Path) -> list[Path]:
     """Return the folders under `root` that hold a job, last changed first.
 
     One that may not be looked into is another user's, and left out.
@@ -71,11 +71,11 @@ def runs(root: Path) -> list[Path]:
     Raises:
         TulaError: `root` cannot be read.
     """
-    found = {root / name: at for name in files.names(root) if (at := changed(root / name)) is not None}
+    found = {root / name: at for name in files.list_names(root) if (at := changed_at(root / name)) is not None}
     return sorted(found, key=lambda run: found[run], reverse=True)
 
 
-def newest(root: Path, latest: str) -> Path:
+def newest_run(root: Path, latest: str) -> Path:
     """Return the run that was used last under `root`, of those that may be read; one's own go first.
 
     Args:
@@ -86,21 +86,21 @@ def newest(root: Path, latest: str) -> Path:
         SpecError: there is none.
         TulaError: `root` cannot be read.
     """
-    if changed(root / latest) is not None and not owner.other(root / latest):
+    if changed_at(root / latest) is not None and not owner.other(root / latest):
         return root / latest
-    found = runs(root)
-    if not found:
-        theirs = owner.left_out(root / name for name in files.names(root))
-        told = f"no run under {root}{theirs and f' ({theirs})'}"
-        raise SpecError(told, "start one with tula profile job.yaml, or name one with --run DIR")
-    return next((run for run in found if not owner.other(run)), found[0])
+    runs_found = list_run_folders(root)
+    if not runs_found:
+        others_text = owner.left_out(root / name for name in files.list_names(root))
+        message = f"no run under {root}{others_text and f' ({others_text})'}"
+        raise SpecError(message, "start one with tula profile job.yaml, or name one with --run DIR")
+    return next((run for run in runs_found if not owner.other(run)), runs_found[0])
 
 
-def changed(run: Path) -> int | None:
+def changed_at(run: Path) -> int | None:
     """Return when the job of a run was last written (ns of Unix time); None where there is none to be seen."""
     try:
-        found = (run / _YAML).stat()
-        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
+        status = (run / _YAML).stat()
+        return status.st_mtime_ns if stat.S_ISREG(status.st_mode) else None
     except OSError:  # no run, one that is being removed, or another user's
         return None
 

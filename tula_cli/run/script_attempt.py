@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import json_lines, listing, read_record, read_text, write_atomic, write_record
-from tula_cli.run.notices.fresh import is_there
-from tula_cli.run.notices.news import tell
+from tula_cli.run.files import list_files, read_json_lines, read_record, read_text, write_atomic, write_record
+from tula_cli.run.notices.fresh import is_listed
+from tula_cli.run.notices.news import touch_news
 from tula_cli.run.records.rehearsals import Rehearsal
 from tula_cli.run.records.shim import Heartbeat, Killed, RankResult, ScriptFailure, ShimPlan
 
@@ -35,7 +35,7 @@ class ScriptAttempt:
         return self.path / "plan.json"
 
     @property
-    def out(self) -> Path:
+    def output_folder(self) -> Path:
         """The folder of the script's own files, where they are not a training's."""
         return self.path / "out"
 
@@ -46,13 +46,13 @@ class ScriptAttempt:
         """Let all supervisors know that the time limit is near; the leader alone knows when it is (Unix time)."""
         if not (self.path / "ends_at").exists():
             write_atomic(self.path / "ends_at", f"{ends_at:.1f}\n")
-            tell(self.run)
+            touch_news(self.run)
 
     def ends_at(self) -> float | None:
         """Return the time limit, once it is near."""
-        place = self.path / "ends_at"
-        told = read_text(place) if is_there(place) else ""
-        return float(told) if told else None
+        path = self.path / "ends_at"
+        text = read_text(path) if is_listed(path) else ""
+        return float(text) if text else None
 
     def write_save_request(self) -> None:
         """Ask the hooks in the script's loop to save and stop."""
@@ -60,24 +60,24 @@ class ScriptAttempt:
 
     def results(self) -> list[RankResult]:
         """Return what the ranks have written at their end, by rank."""
-        return self._of_ranks("result-*.json")
+        return self._rank_results("result-*.json")
 
-    def begun(self) -> list[RankResult]:
+    def first_results(self) -> list[RankResult]:
         """Return what the ranks of a training have written of their first steps, by rank."""
-        return self._of_ranks("begun-*.json")
+        return self._rank_results("begun-*.json")
 
-    def _of_ranks(self, pattern: str) -> list[RankResult]:
-        found = [read_record(path, _RESULT) for path in listing(self.path, pattern)]
-        return sorted((result for result in found if result is not None), key=lambda result: result.rank)
+    def _rank_results(self, pattern: str) -> list[RankResult]:
+        results = [read_record(path, _RESULT) for path in list_files(self.path, pattern)]
+        return sorted((result for result in results if result is not None), key=lambda result: result.rank)
 
     def failures(self) -> list[ScriptFailure]:
         """Return the exceptions that nobody caught, earliest first."""
-        found = [read_record(path, _FAILURE) for path in listing(self.path, "failure-*.json")]
-        return sorted((failure for failure in found if failure is not None), key=lambda failure: failure.failed_at)
+        failures = [read_record(path, _FAILURE) for path in list_files(self.path, "failure-*.json")]
+        return sorted((failure for failure in failures if failure is not None), key=lambda failure: failure.failed_at)
 
     def rows(self, rank: int) -> list[dict[str, Any]]:
         """Return what a rank of a training has written every few seconds, oldest first; half a line is left out."""
-        return list(json_lines(self.path / f"steps-{rank}.jsonl"))
+        return list(read_json_lines(self.path / f"steps-{rank}.jsonl"))
 
     def notes(self, rank: int) -> list[str]:
         """Return what a rank of a training has noted at its first step."""
@@ -89,17 +89,17 @@ class ScriptAttempt:
 
     def newest_row(self, rank: int) -> dict[str, Any]:
         """Return the last row of where a rank stands, if it is among the last lines: the file grows for days."""
-        rows = reversed(list(json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)))
+        rows = reversed(list(read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL)))
         return next((row for row in rows if row["kind"] == "row"), {})
 
     def gaps(self, rank: int) -> list[dict[str, Any]]:
         """Return the rows, among the last lines, of steps that held an evaluation, a save or a new epoch."""
-        rows = json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)
+        rows = read_json_lines(self.path / f"steps-{rank}.jsonl", last_bytes=TAIL)
         return [row for row in rows if row["kind"] == "gap"]
 
     def changed_files(self, host: str) -> list[dict[str, Any]]:
         """Return what the processes of a node have written down of the files that they change, by process."""
-        return [row for path in listing(self.path, f"files-{host}-*.jsonl") for row in json_lines(path)]
+        return [row for path in list_files(self.path, f"files-{host}-*.jsonl") for row in read_json_lines(path)]
 
     @property
     def aside(self) -> Path:
@@ -108,7 +108,7 @@ class ScriptAttempt:
 
     def put_aside(self) -> list[str]:
         """Return what was put there, or left changed, by all nodes, in words."""
-        return [row["text"] for row in json_lines(self.path / "aside.jsonl")]
+        return [row["text"] for row in read_json_lines(self.path / "aside.jsonl")]
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)
@@ -118,7 +118,7 @@ class ScriptAttempt:
         return read_record(self.path / "rehearsal.json", _KILLED)
 
 
-class Rehearsals:
+class ResumeTestRecords:
     """What was found of how a script resumes: a file a rehearsal, `script/<its task>.json`. Written by its leader alone.
 
     Args:
@@ -132,17 +132,19 @@ class Rehearsals:
         """Return where a rehearsal keeps the script's own files; they go with its end."""
         return (self.path / task_id).absolute()
 
-    def write(self, found: Rehearsal) -> None:
-        write_record(self.path / f"{found.task}.json", found)
+    def write(self, record: Rehearsal) -> None:
+        write_record(self.path / f"{record.task}.json", record)
 
     def read(self, task_id: str) -> Rehearsal | None:
         return read_record(self.path / f"{task_id}.json", _REHEARSAL)
 
-    def all(self, key: str) -> list[Rehearsal]:
+    def records_of(self, key: str) -> list[Rehearsal]:
         """Return the rehearsals of a script and its code (`rehearsal_signature`), oldest first."""
-        found = [read_record(path, _REHEARSAL) for path in listing(self.path, f"rehearse-{key}-*.json")]
-        return sorted((rehearsal for rehearsal in found if rehearsal is not None), key=lambda found: found.began_at)
+        records = [read_record(path, _REHEARSAL) for path in list_files(self.path, f"rehearse-{key}-*.json")]
+        return sorted(
+            (rehearsal for rehearsal in records if rehearsal is not None), key=lambda records: records.began_at
+        )
 
-    def kept(self, key: str) -> Rehearsal | None:
+    def newest_verdict(self, key: str) -> Rehearsal | None:
         """Return the newest that came to a verdict; None where none has."""
-        return next((found for found in reversed(self.all(key)) if found.verdict is not None), None)
+        return next((record for record in reversed(self.records_of(key)) if record.verdict is not None), None)

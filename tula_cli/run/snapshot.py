@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.run.damage import curve_warnings, record_warning
-from tula_cli.run.files import listing, names, read_record, read_text
+from tula_cli.run.files import list_files, list_names, read_record, read_text
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
@@ -26,25 +26,25 @@ _ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAd
 _REHEARSAL, _COMPARISON = TypeAdapter(Rehearsal), TypeAdapter(Comparison)
 
 
-def is_moved(job: Job, here: Path) -> bool:
+def is_moved(job: Job, run_path: Path) -> bool:
     """Return whether a job's run was moved after its submission: what the job still writes goes nowhere.
 
     Args:
         job: of the run.
         here: where the run is, resolved.
     """
-    return bool(job.folder) and Path(job.folder) != here and not Path(job.folder).exists()
+    return bool(job.folder) and Path(job.folder) != run_path and not Path(job.folder).exists()
 
 
-def of_another_run(job: Job, here: Path) -> bool:
+def is_of_another_run(job: Job, run_path: Path) -> bool:
     """Return whether a job is of a run that this one is a copy of: it writes there, and is there to be cancelled.
 
     Args: as of `is_moved`.
     """
-    theirs = Path(job.folder)
-    if not job.folder or theirs == here or not (theirs / f"jobs/{job.id}.json").exists():
+    job_folder = Path(job.folder)
+    if not job.folder or job_folder == run_path or not (job_folder / f"jobs/{job.id}.json").exists():
         return False
-    return not theirs.samefile(here)
+    return not job_folder.samefile(run_path)
 
 
 class Snapshot:
@@ -71,7 +71,7 @@ class Snapshot:
 
     @cached_property
     def _all_tasks(self) -> list[Task]:
-        return [task for path in listing(self.path / "tasks") if (task := self._read(path, TASK))]
+        return [task for path in list_files(self.path / "tasks") if (task := self._read(path, TASK))]
 
     @cached_property
     def tasks(self) -> list[JobTask]:
@@ -85,7 +85,7 @@ class Snapshot:
 
     @cached_property
     def _tasks_by_job(self) -> Mapping[str, list[JobTask]]:
-        return _grouped(self.tasks, by=lambda task: task.job)
+        return _group_by(self.tasks, by=lambda task: task.job)
 
     def tasks_of(self, job_id: str) -> list[JobTask]:
         """Return what a job has to measure, to rehearse or to train, by the tasks' ids."""
@@ -93,12 +93,12 @@ class Snapshot:
 
     @cached_property
     def _readable_jobs(self) -> tuple[list[Job], list[BadMeasurements]]:
-        found, damaged = self._those_that_can_be_read("jobs", _JOB)
-        return sorted(found, key=lambda job: (job.submitted_at, job.id)), damaged
+        jobs, damaged = self._read_folder("jobs", _JOB)
+        return sorted(jobs, key=lambda job: (job.submitted_at, job.id)), damaged
 
     @cached_property
     def _jobs_of_another_run(self) -> list[Job]:
-        return [job for job in self._readable_jobs[0] if of_another_run(job, self.here)]
+        return [job for job in self._readable_jobs[0] if is_of_another_run(job, self.here)]
 
     @cached_property
     def jobs(self) -> list[Job]:
@@ -118,29 +118,29 @@ class Snapshot:
             " file"
             for error in self._readable_jobs[1]
         ]
-        theirs = [
+        foreign_jobs = [
             f"this run is a copy of {job.folder}: the jobs of that run are neither shown nor cancelled here"
             for job in self._jobs_of_another_run[:1]
         ]
-        return [*damaged, *theirs]
+        return [*damaged, *foreign_jobs]
 
     @cached_property
     def attempts(self) -> list[Attempt]:
         """The attempts of all tasks, oldest first."""
-        found = [a for path in listing(self.path / "attempts") if (a := self._read(path, _ATTEMPT))]
-        return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+        attempts = [a for path in list_files(self.path / "attempts") if (a := self._read(path, _ATTEMPT))]
+        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     @cached_property
     def _attempts_by_job(self) -> Mapping[str, list[Attempt]]:
         jobs = {task.id: task.job for task in self._all_tasks}
-        known = [attempt for attempt in self.attempts if attempt.task in jobs]
-        return _grouped(known, by=lambda attempt: jobs[attempt.task])
+        own_attempts = [attempt for attempt in self.attempts if attempt.task in jobs]
+        return _group_by(own_attempts, by=lambda attempt: jobs[attempt.task])
 
     def attempts_of(self, job_id: str, *, since: float = float("-inf")) -> list[Attempt]:
         """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""
         return [attempt for attempt in self._attempts_by_job.get(job_id, []) if attempt.started_at >= since]
 
-    def last_sign(self, attempt: Attempt) -> float | None:
+    def last_sign_of_life(self, attempt: Attempt) -> float | None:
         """Return when an attempt last showed that it lives (Unix time of the file system); None where it has no log yet."""
         try:
             return (self.path / f"logs/{attempt.task}.{attempt.number:03d}.log").stat().st_mtime
@@ -156,13 +156,13 @@ class Snapshot:
 
     @cached_property
     def _cancelled(self) -> frozenset[str]:
-        return frozenset(path.stem for path in listing(self.path / "jobs", "*.cancelled"))
+        return frozenset(path.stem for path in list_files(self.path / "jobs", "*.cancelled"))
 
     def cancelled_by(self, job_id: str) -> str:
         """Return the command that cancelled a job; empty where none has."""
         return read_text(self.path / f"jobs/{job_id}.cancelled") if job_id in self._cancelled else ""
 
-    def released(self, job_id: str) -> dict[str, str]:
+    def released_links(self, job_id: str) -> dict[str, str]:
         """Return the jobs of a chain that its supervisor took out of the queue, by the scheduler's ids, and why."""
         rows = read_text(self.path / f"jobs/{job_id}.released").splitlines()
         return {id_: why for id_, _, why in (row.partition(" ") for row in rows)}
@@ -171,8 +171,8 @@ class Snapshot:
 
     @cached_property
     def _readable(self) -> tuple[list[Result], list[BadMeasurements]]:
-        found, damaged = self._those_that_can_be_read("results", RESULT)
-        return sorted(found, key=lambda result: (result.nodes, result.local_batch)), damaged
+        results, damaged = self._read_folder("results", RESULT)
+        return sorted(results, key=lambda result: (result.nodes, result.local_batch)), damaged
 
     @property
     def results(self) -> list[Result]:
@@ -195,8 +195,8 @@ class Snapshot:
     @cached_property
     def rehearsals(self) -> list[Rehearsal]:
         """What was found of how a script resumes, oldest first."""
-        found = [self._read(path, _REHEARSAL) for path in listing(self.path / "script", "rehearse-*.json")]
-        return sorted((one for one in found if one is not None), key=lambda one: one.began_at)
+        records = [self._read(path, _REHEARSAL) for path in list_files(self.path / "script", "rehearse-*.json")]
+        return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
 
     def training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; its records too are read once."""
@@ -218,24 +218,24 @@ class Snapshot:
     @cached_property
     def training_warnings(self) -> list[str]:
         """Warnings of trainings whose rows, weights or records are damaged: the rest of them is shown."""
-        look = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
-        signatures = dict.fromkeys(task.signature for task in look.tasks if isinstance(task, TrainTask))
-        begun = set(names(look.path / "train")) if signatures else ()
-        trainings = [look.training(signature) for signature in signatures if signature in begun]
+        snapshot = self if self.skip_damaged else Snapshot(self.path, skip_damaged=True)
+        signatures = dict.fromkeys(task.signature for task in snapshot.tasks if isinstance(task, TrainTask))
+        begun_trainings = set(list_names(snapshot.path / "train")) if signatures else ()
+        trainings = [snapshot.training(signature) for signature in signatures if signature in begun_trainings]
         for training in trainings:
             training.read_records()
         of_records = [
-            record_warning(look.path, path, error)
-            for path, error in look._errors.items()
-            if path.is_relative_to(look.path / "train")
+            record_warning(snapshot.path, path, error)
+            for path, error in snapshot._errors.items()
+            if path.is_relative_to(snapshot.path / "train")
         ]
-        return [*of_records, *(words for training in trainings for words in curve_warnings(training))]
+        return [*of_records, *(warning for training in trainings for warning in curve_warnings(training))]
 
     # --- what the scheduler kept
 
     @cached_property
     def _scheduler_files(self) -> Mapping[str, list[Path]]:
-        return _grouped(listing(self.path / "submitit", "*_log.*"), by=lambda path: path.name.partition("_")[0])
+        return _group_by(list_files(self.path / "submitit", "*_log.*"), by=lambda path: path.name.partition("_")[0])
 
     def started_logs(self, ids: Iterable[str]) -> list[Path]:
         """Return the logs, empty ones too, that SLURM made for jobs, by its own ids: a job without any saw no folder."""
@@ -249,15 +249,15 @@ class Snapshot:
 
     # ---
 
-    def _those_that_can_be_read(self, folder: str, adapter: TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
+    def _read_folder(self, folder: str, adapter: TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
         """Return the records of a folder, and what is wrong with the others."""
-        found: list[T] = []
-        paths = listing(self.path / folder)
+        records: list[T] = []
+        paths = list_files(self.path / folder)
         for path in paths:
             with contextlib.suppress(BadMeasurements):
                 if (record := self._read(path, adapter)) is not None:
-                    found.append(record)
-        return found, [self._errors[path] for path in paths if path in self._errors]
+                    records.append(record)
+        return records, [self._errors[path] for path in paths if path in self._errors]
 
     def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
         if path not in self._records:
@@ -272,7 +272,7 @@ class Snapshot:
         return record
 
 
-def _grouped(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:
+def _group_by(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:
     groups: defaultdict[str, list[T]] = defaultdict(list)
     for item in items:
         groups[by(item)].append(item)

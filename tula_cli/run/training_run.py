@@ -12,15 +12,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from tula_cli.run.files import (
     Reader,
-    cannot_read,
-    json_lines,
-    json_object,
-    listing,
-    names,
+    list_files,
+    list_names,
     open_file,
+    parse_json_object,
+    read_error,
+    read_json_lines,
     read_lines,
     read_record,
-    remove,
+    remove_path,
     write_atomic,
     write_record,
 )
@@ -38,8 +38,8 @@ from tula_cli.run.records.results import (
     Tuning,
 )
 from tula_cli.run.records.tasks import TASK, TrainTask
-from tula_cli.run.series.step_series import StepRow, StepSeries, columns, is_step_line
-from tula_cli.run.series.step_series import read as read_steps
+from tula_cli.run.series.step_series import StepRow, StepSeries, is_step_line, to_columns
+from tula_cli.run.series.step_series import parse_rows as read_steps
 
 CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """A name of `checkpoint_path`."""
@@ -89,7 +89,7 @@ class TrainingRun:
 
     def tasks(self) -> list[TrainTask]:
         """Return the task of each relaunch, first attempt first."""
-        found = [self._read(path, TASK) for path in listing(self.run / "tasks", f"train-{self.signature}-*.json")]
+        found = [self._read(path, TASK) for path in list_files(self.run / "tasks", f"train-{self.signature}-*.json")]
         return sorted((task for task in found if isinstance(task, TrainTask)), key=lambda task: task.attempt)
 
     def newest_task(self) -> TrainTask | None:
@@ -99,7 +99,7 @@ class TrainingRun:
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts over all relaunches, oldest first."""
-        paths = listing(self.run / "attempts", f"train-{self.signature}-*.json")
+        paths = list_files(self.run / "attempts", f"train-{self.signature}-*.json")
         found = [attempt for path in paths if (attempt := self._read(path, _ATTEMPT))]
         return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
@@ -128,7 +128,7 @@ class TrainingRun:
 
     def evaluations(self) -> list[Evaluated]:
         """Return what its weights came to in `tula evaluate`, oldest first."""
-        found = [one for path in listing(self.path / "evaluations") if (one := self._read(path, _EVALUATED))]
+        found = [one for path in list_files(self.path / "evaluations") if (one := self._read(path, _EVALUATED))]
         return sorted(found, key=lambda one: one.evaluated_at)
 
     def evaluation(self, key: str) -> Evaluated | None:
@@ -193,7 +193,7 @@ class TrainingRun:
             "script.json": self.script_progress, "saves.json": self.script_saves, "micro_batches.json": self.micro_batches,
             "evaluations": self.evaluations,
         }  # fmt: skip
-        for name in names(self.path):
+        for name in list_names(self.path):
             if name in records:
                 records[name]()
 
@@ -203,7 +203,7 @@ class TrainingRun:
 
     def stage_decisions(self) -> list[StageDecision]:
         """Return what the gradient noise has decided of stages of a growing batch, oldest first; damaged rows are left out."""
-        return [decision for row in json_lines(self.stages_path) if (decision := _stage_decision(row)) is not None]
+        return [decision for row in read_json_lines(self.stages_path) if (decision := _stage_decision(row)) is not None]
 
     def write_stage_decisions(self, decisions: Iterable[StageDecision]) -> None:
         """Replace the rows of stages.jsonl, whole."""
@@ -224,7 +224,7 @@ class TrainingRun:
         """Remove checkpoints that killed ranks were writing."""
         for draft in (self.path / "checkpoints").glob(".*"):
             if DRAFT.fullmatch(draft.name):
-                remove(draft)
+                remove_path(draft)
 
     @property
     def metrics_path(self) -> Path:
@@ -240,7 +240,7 @@ class TrainingRun:
         A long training has a million rows of steps: who needs none of them names the kinds.
         """
         begins = tuple(f'{{"kind": "{kind}"'.encode() for kind in kinds)
-        rows = json_lines(self.metrics_path, wanted=lambda line: not kinds or line.startswith(begins))
+        rows = read_json_lines(self.metrics_path, is_wanted=lambda line: not kinds or line.startswith(begins))
         return list(filter(_is_whole, rows))
 
     @property
@@ -252,11 +252,11 @@ class TrainingRun:
 
         Kept where the method scales gradients, or with `train.diagnostics`; of a script nothing is.
         """
-        return columns(self.step_rows())
+        return to_columns(self.step_rows())
 
     def step_rows(self) -> list[StepRow]:
         """Return the same as rows, oldest first; one that is damaged, or still being written, is left out."""
-        return read_steps(json_lines(self.steps_path))
+        return read_steps(read_json_lines(self.steps_path))
 
     def clock_ahead(self, rows: Sequence[Mapping[str, Any]]) -> float:
         """Return the seconds by which the file system's clock is ahead of the host's that writes these rows; 0 where it agrees.
@@ -273,7 +273,7 @@ class TrainingRun:
 
     def newest_metrics(self) -> list[dict[str, Any]]:
         """Return the newest rows, those of the last 16 KiB."""
-        return list(filter(_is_whole, json_lines(self.metrics_path, last=2**14)))
+        return list(filter(_is_whole, read_json_lines(self.metrics_path, last_bytes=2**14)))
 
     def sampled_metrics(self) -> Sequence[dict[str, Any]]:
         """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly, and the newest.
@@ -293,11 +293,13 @@ class TrainingRun:
 
     def damaged_steps(self) -> list[int]:
         """Return the same of steps.jsonl."""
-        return _damaged_lines(self.steps_path, lambda line: is_step_line(json_object(line) or {}) or _is_begun(line))
+        return _damaged_lines(
+            self.steps_path, lambda line: is_step_line(parse_json_object(line) or {}) or _is_begun(line)
+        )
 
     def damaged_stages(self) -> list[int]:
         """Return the same of stages.jsonl."""
-        return _damaged_lines(self.stages_path, lambda line: _stage_decision(json_object(line) or {}) is not None)
+        return _damaged_lines(self.stages_path, lambda line: _stage_decision(parse_json_object(line) or {}) is not None)
 
     def _version(self) -> tuple[int, int] | None:
         """Return when metrics.jsonl was changed (ns) and its size; None where there is none."""
@@ -306,13 +308,13 @@ class TrainingRun:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise cannot_read(self.metrics_path, error) from error
+            raise read_error(self.metrics_path, error) from error
         return found.st_mtime_ns, found.st_size
 
 
 @functools.lru_cache(maxsize=8)
 def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
-    """Return the rows of a file as it was at a moment (`_changed`, ns), when it had so many bytes."""
+    """Return the rows of a file as it was at a moment (`_changed_at`, ns), when it had so many bytes."""
     every = 1 + size // _SAMPLED
     number = itertools.count()
     rows: list[dict[str, Any]] = []
@@ -327,9 +329,9 @@ def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]
         skipped = None if is_step else skipped
         return True
 
-    for row in filter(_is_whole, json_lines(path, wanted=wanted)):
+    for row in filter(_is_whole, read_json_lines(path, is_wanted=wanted)):
         rows.append(row)  # noqa: PERF402 - `wanted` counts them meanwhile
-    if skipped is not None and (newest := json_object(skipped[1])) is not None and _is_whole(newest):
+    if skipped is not None and (newest := parse_json_object(skipped[1])) is not None and _is_whole(newest):
         rows.insert(skipped[0], newest)
     return tuple(rows)
 
@@ -348,7 +350,7 @@ def _damaged_lines(path: Path, is_sound: Callable[[bytes], bool]) -> list[int]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise cannot_read(path, error) from error
+        raise read_error(path, error) from error
     return list(damaged)
 
 
@@ -356,7 +358,7 @@ def is_row(line: bytes) -> bool:
     """Return whether a line of metrics.jsonl is a whole row."""
     if _PLAIN_STEP.fullmatch(line):
         return True
-    row = json_object(line) if line.endswith(b"\n") else None
+    row = parse_json_object(line) if line.endswith(b"\n") else None
     return row is not None and _is_whole(row)
 
 

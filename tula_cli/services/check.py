@@ -3,38 +3,38 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tula_cli.cluster.inspection import Inspect, NotInspected, inspect
+from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.scheduling.schedulers import scheduler_of
-from tula_cli.cluster.slurm.accounting.factor_names import doubtful_factors
-from tula_cli.cluster.slurm.first_job import or_told
+from tula_cli.cluster.slurm.accounting.factor_names import warn_unknown_factors
+from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, highest
-from tula_cli.models.cost import price_at_most, price_words
-from tula_cli.models.ramp.stage_nodes import no_place
+from tula_cli.models.cost import describe_price, max_price
+from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
-from tula_cli.services.profile import node_hours_at_most
-from tula_cli.services.profiling.allowed_nodes import allowed_nodes, too_short
-from tula_cli.services.profiling.computing import settings
-from tula_cli.services.profiling.expectation import Expectation, expectation
-from tula_cli.services.profiling.hardly_meant import ags_of_one_rank, hardly_meant
+from tula_cli.services.profile import max_node_hours
+from tula_cli.services.profiling.allowed_nodes import allowed_nodes, warn_too_short
+from tula_cli.services.profiling.computing import describe_computing
+from tula_cli.services.profiling.expectation import Expectation, expect_search
+from tula_cli.services.profiling.hardly_meant import hardly_meant, warn_ags_on_one_rank
 from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
 from tula_cli.services.profiling.planned_lengths import (
     PlannedLength,
-    lengths_left_out,
     lengths_node_hours,
-    other_lengths,
-    planned_lengths,
+    measured_other_lengths,
+    plan_lengths,
+    warn_lengths_left_out,
 )
-from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
-from tula_cli.services.profiling.worth import Worth, with_strategy, worth
-from tula_cli.services.progress.probe_notes import notes
-from tula_cli.services.recommendation.beyond.site_charges import billed
-from tula_cli.services.recommendation.saves import cost_of_interruption
-from tula_cli.services.search import ON_ALL_NODES, largest_local_batch, probes
-from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap
+from tula_cli.services.profiling.unsettled import UpperBoundPlan, plan_upper_bound
+from tula_cli.services.profiling.worth import SearchCost, choose_strategy, search_cost
+from tula_cli.services.progress.probe_notes import count_notes
+from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
+from tula_cli.services.recommendation.saves import describe_interruption_cost
+from tula_cli.services.search import ON_ALL_NODES, choose_probes, largest_local_batch
+from tula_cli.services.waiting import FIRST_JOB, describe_beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.words import plural
 
@@ -62,14 +62,14 @@ class CheckReport:
     price: str  # in words, with unit, source and date
     problems: tuple[str, ...]  # nothing can run before these are solved
     warnings: tuple[str, ...]
-    unsettled: UnsettledPlan | None = None  # where only a node can build the model and the dataset
+    unsettled: UpperBoundPlan | None = None  # where only a node can build the model and the dataset
     settings: tuple[str, ...] = ()  # how it computes, in words
     method_line: str = ""  # how the large batch is trained, and why
     interruption: str = ""  # what one costs a script, in words
     lengths: tuple[PlannedLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
     # of the jobs, as if steps took as long at every length; None where there are none, or their batches are not known
     expected: Expectation | None = None
-    worth: Worth | None = None  # what the search takes beside the training; None before the first probe
+    worth: SearchCost | None = None  # what the search takes beside the training; None before the first probe
     packed: bool = False  # one job for all numbers of nodes (search.packing: single)
 
     @property
@@ -105,7 +105,7 @@ class CheckResult:
         """What to say of the types that cannot run, where others can."""
         if len(self.problems) == len(self.reports):
             return []
-        return [f"node type {name} is left out: {'; '.join(found)}" for name, found in self.problems.items()]
+        return [f"node type {name} is left out: {'; '.join(problems)}" for name, problems in self.problems.items()]
 
     def require_sound(self, name: str) -> None:
         """Refuse a job that can run on no type, or that may take more than the cap on all of them.
@@ -121,8 +121,8 @@ class CheckResult:
             kind = (
                 OverBudget if any(report.jobs or report.unsettled for report in self.reports.values()) else Infeasible
             )
-            told = dict.fromkeys(problem for found in self.problems.values() for problem in found)
-            raise kind(f"{name} cannot run as it is: {'; '.join(told)}")
+            distinct_problems = dict.fromkeys(problem for problems in self.problems.values() for problem in problems)
+            raise kind(f"{name} cannot run as it is: {'; '.join(distinct_problems)}")
         require_within_cap([report.node_hours_to_allow for report in self.reports.values()], self.cap)
 
 
@@ -148,17 +148,19 @@ def check_all(
         SpecError: the job cannot be built, or has no such type; a scheduler of the user's own is not there, or lacks a part.
         JobFailed: the user's code fails.
     """
-    spec = billed(spec, None if run is None else run.path.parent)
+    spec = with_site_billing(spec, None if run is None else run.path.parent)
     jobs = spec.by_type(node_type)
-    for own in jobs.values():
-        if online and own.cluster.own_scheduler is not None:
-            scheduler_of(own.cluster)  # before the model is built: what it lacks is told at once
+    for job in jobs.values():
+        if online and job.cluster.own_scheduler is not None:
+            scheduler_of(job.cluster)  # before the model is built: what it lacks is told at once
     inspectors = dict.fromkeys(jobs, inspector or inspect)
     if online and run is not None:
-        inspectors = {part.type: or_told(inspector or inspect, part.run) for part in run.parts(spec, node_type)}
+        inspectors = {
+            part.type: inspect_with_stored(inspector or inspect, part.run) for part in run.parts(spec, node_type)
+        }
     runs = {} if run is None else {part.type: part.run for part in run.parts(spec, node_type)}
     reports = {
-        name: check(own, online=online, inspector=inspectors[name], run=runs.get(name)) for name, own in jobs.items()
+        name: check(job, online=online, inspector=inspectors[name], run=runs.get(name)) for name, job in jobs.items()
     }
     return CheckResult(reports, spec.search.max_node_hours)
 
@@ -185,94 +187,101 @@ def check(
         SpecError: the job cannot be built.
         JobFailed: the user's code fails.
     """
-    inspection, later = _inspected(spec, inspector or inspect) if online else (None, None)
+    inspection, later = _inspect(spec, inspector or inspect) if online else (None, None)
     largest = largest_local_batch(spec, inspection) if inspection else None
     chosen_by_auto = spec.search.strategy == "auto"
     if inspection:
-        spec = with_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
-    jobs, problems = _jobs(spec, inspection, largest=largest)
+        spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
+    jobs, problems = _plan_jobs(spec, inspection, largest=largest)
     fewest = jobs[0].local_batches if jobs else ()
-    lengths = planned_lengths(spec, inspection, fewest, (inspector or inspect) if online else None)
-    node_hours = node_hours_at_most(spec, [job.nodes for job in jobs])
+    lengths = plan_lengths(spec, inspection, fewest, (inspector or inspect) if online else None)
+    node_hours = max_node_hours(spec, [job.nodes for job in jobs])
     node_hours += lengths_node_hours(spec, lengths)
-    one_by_one = (len(jobs) + len(other_lengths(lengths))) * spec.measuring_minutes() / 60
+    one_by_one = (len(jobs) + len(measured_other_lengths(lengths))) * spec.measuring_minutes() / 60
     if later is not None:
         node_hours = later.node_hours_at_most
     sizes = {job.nodes: job.local_batches for job in jobs}
-    beside = (
-        worth(spec, dataset_size=inspection.dataset_size, largest=largest, run=run) if inspection and jobs else None
+    search_worth = (
+        search_cost(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
+        if inspection and jobs
+        else None
     )
-    dear = [found] if beside and (found := beside.dear(spec.search.strategy)) else []
-    impossible, tight = check_memory(spec, inspection, sizes, room or NodeMemory.of(spec, run))
+    dear = [warning] if search_worth and (warning := search_worth.describe_if_expensive(spec.search.strategy)) else []
+    impossible, tight = check_memory(spec, inspection, sizes, room or NodeMemory.of_nodes(spec, run))
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
         largest_local_batch=highest(largest),
         node_hours_at_most=node_hours,
         machine_hours_at_most=one_by_one if spec.cluster.kind == "local" else None,
-        price_at_most=price_at_most(
-            spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu
-        ),
+        price_at_most=max_price(spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu),
         currency=spec.pricing.currency,
-        price=price_words(spec.pricing),
-        problems=(*problems, *_nowhere(spec, inspection, jobs), *impossible, *_over_budget(spec, node_hours, later)),
+        price=describe_price(spec.pricing),
+        problems=(
+            *problems,
+            *_check_any_configuration(spec, inspection, jobs),
+            *impossible,
+            *_check_cap(spec, node_hours, later),
+        ),
         lengths=lengths,
         warnings=(
-            *_unknown(later),
-            *lengths_left_out(lengths),
+            *_warn_unknown(later),
+            *warn_lengths_left_out(lengths),
             *_warnings(spec, inspection, jobs, chosen_by_auto=chosen_by_auto),
             *tight,
             *dear,
-            *_scaled_part(run),
+            *_notes_on_scaling(run),
         ),
         unsettled=later,
-        settings=settings(spec, inspection),
+        settings=describe_computing(spec, inspection),
         method_line=describe_training_method(spec),
-        interruption=cost_of_interruption(run, spec),
-        expected=expectation(spec, [*_measured(jobs), *_measured(other_lengths(lengths))], run) if jobs else None,
-        worth=beside,
+        interruption=describe_interruption_cost(run, spec),
+        expected=expect_search(spec, [*_configurations(jobs), *_configurations(measured_other_lengths(lengths))], run)
+        if jobs
+        else None,
+        worth=search_worth,
         packed=spec.search.packing == "single",
     )
 
 
-def _scaled_part(run: RunDir | None) -> list[str]:
+def _notes_on_scaling(run: RunDir | None) -> list[str]:
     """Return what the probes of a script have noted about the model and the optimizer that AGS scales."""
     measured = [] if run is None else [result for result in run.read().results if isinstance(result, Measured)]
-    return [note for note in notes(measured) if note.startswith("AGS scales")]
+    return [note for note in count_notes(measured) if note.startswith("AGS scales")]
 
 
-def _measured(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
+def _configurations(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
     return [(job.nodes, job.local_batches) for job in jobs]
 
 
-def _inspected(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UnsettledPlan | None]:
+def _inspect(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UpperBoundPlan | None]:
     """Return what building the model and the dataset tells, or what a job costs that asks a node."""
     try:
         return inspector(spec), None
-    except NotInspected as error:
+    except NotInspectable as error:
         if spec.cluster.kind != "slurm":
             raise
-        return None, unsettled(spec, why=error)
+        return None, plan_upper_bound(spec, why=error)
 
 
-def _unknown(later: UnsettledPlan | None) -> tuple[str, ...]:
+def _warn_unknown(later: UpperBoundPlan | None) -> tuple[str, ...]:
     if later is None:
         return ()
-    told = (
+    reason = (
         f"{later.why}; so the dataset's size, the memory and whether the model fits the data are not known yet: the first"
         f" job of tula profile settles them on a node, in at most {later.first_job_minutes:g} min ({later.remedy})"
     )
     total = later.first_job_node_hours + later.probe_node_hours
     if later.cap is None or total <= later.cap:
-        return (told,)
+        return (reason,)
     over = (
         f"it and the probes may come to {total:g} node-hours: what then goes beyond search.max_node_hours ({later.cap:g}) is"
         " not started"
     )
-    return (f"{told}; {over}",)
+    return (f"{reason}; {over}",)
 
 
-def _jobs(
+def _plan_jobs(
     spec: JobSpec, inspection: Inspection | None, *, largest: Limit
 ) -> tuple[tuple[PlannedJob, ...], tuple[str, ...]]:
     """Return one job a number of nodes, or why there is none."""
@@ -280,7 +289,7 @@ def _jobs(
     if size is None:
         return (), ()
     try:
-        by_nodes = probes(spec, dataset_size=size, max_local_batch=largest)
+        by_nodes = choose_probes(spec, dataset_size=size, max_local_batch=largest)
     except Infeasible as error:
         return (), (f"{error.message} ({error.hint})" if error.hint else error.message,)
     gpus = spec.cluster.gpus_per_node
@@ -291,78 +300,84 @@ def _jobs(
     return tuple(jobs), ()
 
 
-def _over_budget(spec: JobSpec, node_hours: float, later: UnsettledPlan | None) -> tuple[str, ...]:
+def _check_cap(spec: JobSpec, node_hours: float, later: UpperBoundPlan | None) -> tuple[str, ...]:
     """Return what goes beyond the cap, with what to do about it: of a plan that a first job settles, that job."""
     cap = spec.search.max_node_hours
     if later is None:
-        found = beyond_cap("profiling", node_hours, cap)
+        problem = describe_beyond_cap("profiling", node_hours, cap)
         advice = "raise it, lower search.max_minutes, search fewer nodes, or use strategy: partial"
     else:
-        found = beyond_cap(FIRST_JOB, later.first_job_node_hours, cap)
+        problem = describe_beyond_cap(FIRST_JOB, later.first_job_node_hours, cap)
         advice = f"raise it, or build them here: {later.remedy}"
-    return (f"{found} ({advice})",) if found else ()
+    return (f"{problem} ({advice})",) if problem else ()
 
 
-def _nowhere(spec: JobSpec, inspection: Inspection | None, jobs: Sequence[PlannedJob]) -> tuple[str, ...]:
+def _check_any_configuration(
+    spec: JobSpec, inspection: Inspection | None, jobs: Sequence[PlannedJob]
+) -> tuple[str, ...]:
     """Return why the job can be trained on none of its nodes, or measured on none."""
-    short = too_short(spec, [job.nodes for job in jobs])
-    return (*_too_few_gpus(spec, inspection), *_no_place(spec, inspection)[0], *short)
+    short = warn_too_short(spec, [job.nodes for job in jobs])
+    return (*_check_gpus(spec, inspection), *_check_stages(spec, inspection)[0], *short)
 
 
-def _no_place(spec: JobSpec, inspection: Inspection | None) -> tuple[list[str], list[str]]:
-    return no_place(spec, dataset_size=inspection.dataset_size if inspection else None)
+def _check_stages(spec: JobSpec, inspection: Inspection | None) -> tuple[list[str], list[str]]:
+    return describe_unusable_stages(spec, dataset_size=inspection.dataset_size if inspection else None)
 
 
-def _too_few_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
     """Return that a search on this machine asks for more GPUs than it has: every rank needs one of its own."""
     if inspection is None or spec.cluster.kind != "local" or inspection.device != "cuda":
         return ()
-    wanted, here = max(spec.search.nodes) * spec.cluster.gpus_per_node, inspection.gpus
-    if wanted <= here:
+    needed, available = max(spec.search.nodes) * spec.cluster.gpus_per_node, inspection.gpus
+    if needed <= available:
         return ()
-    fit = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node <= here]
+    fit = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node <= available]
     advice = (
         f"set search.nodes: {fit or [1]}"
-        if spec.cluster.gpus_per_node <= here
-        else f"set cluster.gpus_per_node: {here}"
+        if spec.cluster.gpus_per_node <= available
+        else f"set cluster.gpus_per_node: {available}"
     )
-    return (f"search.nodes: {spec.search.nodes} asks for {plural(wanted, 'GPU')}, this machine has {here} ({advice})",)
+    return (
+        f"search.nodes: {spec.search.nodes} asks for {plural(needed, 'GPU')}, this machine has {available} ({advice})",
+    )
 
 
 def _warnings(
     spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, chosen_by_auto: bool
 ) -> tuple[str, ...]:
-    found = [*(inspection.warnings if inspection else ()), *doubts(spec), *doubtful_factors(spec)]
+    warnings = [*(inspection.warnings if inspection else ()), *doubts(spec), *warn_unknown_factors(spec)]
     if spec.cluster.collective_warning:
-        found.append(spec.cluster.collective_warning)
+        warnings.append(spec.cluster.collective_warning)
     if inspection and inspection.estimate_error:
-        found.append(
+        warnings.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
-    found += [*hardly_meant(spec, inspection), *_not_below(spec, jobs), *_no_place(spec, inspection)[1]]
-    found += ags_of_one_rank(spec)
-    allowed, told = allowed_nodes(spec)
-    found += told
+    warnings += [*hardly_meant(spec, inspection), *_warn_small_batch(spec, jobs), *_check_stages(spec, inspection)[1]]
+    warnings += warn_ags_on_one_rank(spec)
+    allowed, node_warnings = allowed_nodes(spec)
+    warnings += node_warnings
     left_out = sorted(set(allowed) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in ON_ALL_NODES:
-        found.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
+        warnings.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:
-        found.append(
+        warnings.append(
             f"{ranks} ranks share {inspection.cpus} cores: their times are marked oversubscribed and say nothing of a"
             " real cluster"
         )
     if spec.search.strategy == "adaptive" and jobs:
-        found.append(
+        warnings.append(
             f"search.strategy: {'auto chose adaptive' if chosen_by_auto else 'adaptive'}: the figures are those of the first round; further ones"
             " depend on its results and stay within search.max_node_hours"
         )
     if spec.search.max_node_hours is None:
-        found.append("search.max_node_hours is not set: where there is no terminal to confirm, profiling needs --yes")
-    return tuple(found)
+        warnings.append(
+            "search.max_node_hours is not set: where there is no terminal to confirm, profiling needs --yes"
+        )
+    return tuple(warnings)
 
 
-def _not_below(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[str]:
+def _warn_small_batch(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[str]:
     """Return where a small batch of gradient scaling that was asked for is none."""
     small = spec.ags.b_small
     batches = sorted({batch for job in jobs for batch in job.batches})

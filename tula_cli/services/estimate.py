@@ -4,19 +4,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, inspect
-from tula_cli.cluster.slurm.first_job import or_told
+from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.errors import Infeasible, JobFailed, SpecError
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.host_memory import DataMemory, data_memory
 from tula_cli.models.memory.memory import MemoryModel
-from tula_cli.models.observations import capacity_of, mixed_hardware
+from tula_cli.models.observations import capacity_of, describe_mixed_hardware
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.components import Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.services.profiling.computing import loaders
-from tula_cli.services.search import feasible
+from tula_cli.services.profiling.computing import loader_process_range
+from tula_cli.services.search import feasible_candidates
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
 
@@ -45,7 +45,7 @@ class EstimateReport:
     @property
     def largest_row(self) -> int | None:
         """The largest local batch of the rows that fits, or may; None where none does."""
-        return _largest([row.local_batch for row in self.rows], self.largest_local_batch)
+        return _largest_size([row.local_batch for row in self.rows], self.largest_local_batch)
 
     @property
     def probed(self) -> bool:
@@ -87,7 +87,10 @@ def estimate_all(
     """
     return {
         part.type: estimate(
-            part.spec, capacity=capacity, results=part.run.results(), inspector=or_told(inspector or inspect, part.run)
+            part.spec,
+            capacity=capacity,
+            results=part.run.results(),
+            inspector=inspect_with_stored(inspector or inspect, part.run),
         )
         for part in run.parts(spec, node_type)
     }
@@ -115,21 +118,23 @@ def estimate(
             "tula profile measures it, and tula recommend tells it at each batch",
         )
     inspection = (inspector or inspect)(spec)
-    seen = _ProbedMemory.of(results, capacity=capacity)
-    if not inspection.footprints and not seen.probes:
+    probed = _ProbedMemory.from_results(results, capacity=capacity)
+    if not inspection.footprints and not probed.probes:
         raise JobFailed(
             f"memory cannot be estimated: {inspection.estimate_error}",
             "tula profile measures it, and stops where it ends",
         )
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
-    model = memory.fit(
-        [*seen.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
-    ).on(ranks)
-    capacity = capacity_of(spec, seen.probes, inspection) if capacity is None else capacity
-    largest = seen.bounded(model.largest_local_batch(capacity, margin=spec.search.memory_margin), spec.train.accumulate)
+    model = memory.fit_memory_model(
+        [*probed.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
+    ).for_ranks(ranks)
+    capacity = capacity_of(spec, probed.probes, inspection) if capacity is None else capacity
+    largest = probed.bound_local_batch(
+        model.largest_local_batch(capacity, margin=spec.search.memory_margin), spec.train.accumulate
+    )
     sizes = local_batches(spec, inspection, largest=largest)
-    gpu = seen.on_gpu or any(row.memory.libraries for row in inspection.footprints)
-    processes = loaders(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
+    gpu = probed.on_gpu or any(row.memory.libraries for row in inspection.footprints)
+    processes = loader_process_range(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
     return EstimateReport(
         inspection=inspection,
         rows=tuple(model.footprint(size) for size in sizes),
@@ -140,21 +145,23 @@ def estimate(
         margin=spec.search.memory_margin,
         largest_local_batch=largest,
         gpu=gpu,
-        probes=len(seen.probes),
-        correction=seen.words(model, inspection),
-        ran=tuple(seen.ran),
-        smallest_oom=seen.smallest_oom,
-        data=_data(spec, inspection, _largest(sizes, largest), processes, gpu=gpu),
+        probes=len(probed.probes),
+        correction=probed.describe(model, inspection),
+        ran=tuple(probed.ran),
+        smallest_oom=probed.smallest_oom,
+        data=_data_memory(spec, inspection, _largest_size(sizes, largest), processes, gpu=gpu),
         loaders=processes,
         sharing=ranks if spec.train.sharded else None,
     )
 
 
-def _largest(sizes: Sequence[int], largest: int | None) -> int | None:
+def _largest_size(sizes: Sequence[int], largest: int | None) -> int | None:
     return max((size for size in sizes if largest is None or size <= largest), default=None)
 
 
-def _data(spec: JobSpec, inspection: Inspection, size: int | None, processes: int, *, gpu: bool) -> DataMemory | None:
+def _data_memory(
+    spec: JobSpec, inspection: Inspection, size: int | None, processes: int, *, gpu: bool
+) -> DataMemory | None:
     if size is None or not inspection.sample_bytes:
         return None
     micro_batch = size // spec.train.accumulate
@@ -171,12 +178,12 @@ class _ProbedMemory:
     unusable: str  # why probes that there are tell nothing; else empty
 
     @classmethod
-    def of(cls, results: Results, *, capacity: int | None) -> "_ProbedMemory":
+    def from_results(cls, results: Results, *, capacity: int | None) -> "_ProbedMemory":
         """Sort results; `capacity`: bytes of the GPU that is asked for, where it is not that of the probes."""
-        found = list(results)
-        probes = [result for result in found if isinstance(result, Measured)]
-        ooms = [result.local_batch for result in found if isinstance(result, OutOfMemory)]
-        if unusable := mixed_hardware(probes):
+        results_ = list(results)
+        probes = [result for result in results_ if isinstance(result, Measured)]
+        ooms = [result.local_batch for result in results_ if isinstance(result, OutOfMemory)]
+        if unusable := describe_mixed_hardware(probes):
             return cls([], [], None, unusable)
         if capacity is not None and all(probe.capacity != capacity for probe in probes):
             return cls(probes, [], None, "")  # what did not fit the probes' GPU may fit this one, and the reverse
@@ -186,7 +193,7 @@ class _ProbedMemory:
     def on_gpu(self) -> bool:
         return any(probe.environment.device == "cuda" for probe in self.probes)
 
-    def bounded(self, largest: int | None, accumulate: int) -> int | None:
+    def bound_local_batch(self, largest: int | None, accumulate: int) -> int | None:
         """Return the largest local batch: what ran is believed over the model, and so is what was out of memory."""
         below = None if self.smallest_oom is None else (self.smallest_oom - 1) // accumulate * accumulate
         bounds = [bound for bound in (largest, below) if bound is not None]
@@ -194,21 +201,21 @@ class _ProbedMemory:
             return None
         return max([min(bounds), *(size for size in self.ran if below is None or size <= below)])
 
-    def words(self, model: MemoryModel, inspection: Inspection) -> str:
+    def describe(self, model: MemoryModel, inspection: Inspection) -> str:
         """Say what the figures rest on; empty where there are no probes."""
         if self.unusable:
             return f"not corrected by the run's probes: {self.unusable}"
-        said = []
+        sentences = []
         if self.probes:
             sizes = sorted({probe.local_batch for probe in self.probes})
             span = f"local batches {sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"local batch {sizes[0]}"
             count = plural(len(self.probes), "probe")
             source = f"corrected by {count}" if inspection.footprints else f"from {count} alone"
             off = "" if model.error is None else f"; the peaks are off by {model.error:.1%} in the median"
-            said.append(f"{source} of this job ({span}{off})")
+            sentences.append(f"{source} of this job ({span}{off})")
         if self.smallest_oom is not None:
-            said.append(f"a local batch of {self.smallest_oom} was out of memory")
-        return "; ".join(said)
+            sentences.append(f"a local batch of {self.smallest_oom} was out of memory")
+        return "; ".join(sentences)
 
 
 def local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None) -> list[int]:
@@ -220,7 +227,7 @@ def local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None)
         largest: the largest that fits; None for no bound.
     """
     try:
-        configs = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
+        configs = feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
         sizes = sorted({config.local_batch(spec.cluster.gpus_per_node) for config in configs})
     except Infeasible:  # tula check says so; memory can be told all the same
         sizes = batches(spec.train.accumulate, max(spec.train.accumulate, inspection.dataset_size))

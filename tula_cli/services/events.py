@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.trainings import Progress
     from tula_cli.services.profile import ProfilePlan
-    from tula_cli.services.profiling.unsettled import UnsettledPlan
+    from tula_cli.services.profiling.unsettled import UpperBoundPlan
     from tula_cli.services.status import RunStatus
     from tula_cli.services.train import TrainPlan
 
@@ -50,7 +50,7 @@ class FirstJobPlanned:
     The probes that they settle are within what is allowed here: nobody is asked again.
     """
 
-    plans: "Mapping[str | None, UnsettledPlan]"
+    plans: "Mapping[str | None, UpperBoundPlan]"
     cap: float | None  # search.max_node_hours
 
     @property

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.rank_start import ranks_of, shares_log, tells_ranks, world_size
+from tula_cli.cluster.rank_start import has_tagged_lines, ranks_of, shares_node_log, world_size
 from tula_cli.errors import SpecError
-from tula_cli.host.outcome import root
+from tula_cli.host.outcome import find_root_failure
 from tula_cli.plugins import nearest
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.files import cannot_read, open_file, read_lines, read_lines_back
+from tula_cli.run.files import open_file, read_error, read_lines, read_lines_back
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.status import POLL
@@ -48,7 +48,7 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LogQuery:
     """What of a run's logs is asked for.
 
     Args:
@@ -87,9 +87,9 @@ class _Log:
         return LogLine(self.file, text, self.task, self.attempt, rank)
 
 
-def logs(
+def read_logs(
     run: RunDir,
-    wanted: Wanted = Wanted(),
+    query: LogQuery = LogQuery(),
     *,
     follow: bool = False,
     active: Callable[[], bool] = lambda: False,
@@ -108,32 +108,32 @@ def logs(
         SpecError: the run has no such job, or none of its attempts such a rank.
         TulaError: a log cannot be read.
     """
-    reader = _Reader(run, wanted)
-    found = reader.logs()
-    shown = found if wanted.every or wanted.since is not None else found[-1:]
-    reader.pass_over(log for log in found if log not in shown)
+    reader = _LogReader(run, query)
+    logs = reader.attempt_logs()
+    shown = logs if query.every or query.since is not None else logs[-1:]
+    reader.skip_to_end(log for log in logs if log not in shown)
     for log in shown:
-        yield from reader.failure(log)
-    if wanted.last is not None:
-        yield from reader.last_lines(shown, wanted.last)
+        yield from reader.first_failure(log)
+    if query.last is not None:
+        yield from reader.last_lines(shown, query.last)
     for log in shown:
-        yield from reader.lines(log, whole=not follow)
+        yield from reader.new_lines(log, with_incomplete=not follow)
     while follow:
         going_on = active()
-        for log in reader.logs():
-            yield from reader.lines(log, whole=not going_on)
-            yield from reader.failure(log)
+        for log in reader.attempt_logs():
+            yield from reader.new_lines(log, with_incomplete=not going_on)
+            yield from reader.first_failure(log)
         if not going_on:
             return
         sleep(POLL["local"][0])
 
 
-def heading(run: RunDir, line: LogLine) -> str:
+def describe_place(run: RunDir, line: LogLine) -> str:
     """Return what to say above a line that is the first from where it is: the attempt, and how it ended."""
     where = words.near(line.file)
     attempt = run.attempt(line.task, line.attempt) if line.task else None
     if line.failure:
-        failure = root(run.failures(line.task, line.attempt))
+        failure = find_root_failure(run.failures(line.task, line.attempt))
         assert failure is not None
         return f"rank {failure.rank} on {failure.host} failed first in attempt {line.attempt} of {line.task} ({failure.outcome})"
     if attempt is None:
@@ -141,49 +141,49 @@ def heading(run: RunDir, line: LogLine) -> str:
     began = f"attempt {line.attempt} of {line.task} on {attempt.hosts or attempt.host}, from {words.moment(attempt.started_at)}"
     if attempt.ended_at is None:
         return f"{where}: {began}"
-    ended = attempt.outcome if not attempt.message else f"{attempt.outcome} ({words.first_line(attempt.message)})"
-    return f"{where}: {began} to {words.moment(attempt.ended_at)}: {ended}"
+    end_text = attempt.outcome if not attempt.message else f"{attempt.outcome} ({words.first_line(attempt.message)})"
+    return f"{where}: {began} to {words.moment(attempt.ended_at)}: {end_text}"
 
 
 @dataclass
-class _Reader:
+class _LogReader:
     """Reads each log from where it has read to before."""
 
     run: RunDir
-    wanted: Wanted
+    wanted: LogQuery
     _offsets: defaultdict[Path, int] = field(default_factory=lambda: defaultdict(int))
     _inodes: dict[Path, int] = field(default_factory=dict)  # of the files that the offsets are in
     _at: dict[Path, float] = field(default_factory=dict)  # the last time that a log's lines have told
     _told: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
     _tasks: dict[str, Task | None] = field(default_factory=dict)
 
-    def logs(self) -> list[_Log]:
+    def attempt_logs(self) -> list[_Log]:
         """Return the log of each attempt that has the rank, last written last."""
-        since, every = self.wanted.since, _attempts(_log_files(self.run, self.wanted.job))
-        found = [log for logs in every if (log := self._with_rank(logs)) is not None]
-        if every and not found:
+        since, attempts = self.wanted.since, _group_by_attempt(_log_files(self.run, self.wanted.job))
+        logs_ = [log for logs in attempts if (log := self._with_rank(logs)) is not None]
+        if attempts and not logs_:
             raise SpecError(f"--rank {self.wanted.rank}: no log of such a rank in {self.run.path}")
-        return found if since is None else [log for log in found if log.changed >= since]
+        return logs_ if since is None else [log for log in logs_ if log.changed >= since]
 
     def _with_rank(self, logs: Sequence[_Log]) -> _Log | None:
         """Return that of an attempt's logs which has the rank's lines."""
-        rank, whole = self.wanted.rank or 0, self._placed(logs)
-        found = [log for log in whole if log.first <= rank]
-        if not found or rank >= self._ranks(found[-1]):
+        rank, placed = self.wanted.rank or 0, self._with_first_ranks(logs)
+        candidates = [log for log in placed if log.first <= rank]
+        if not candidates or rank >= self._rank_count(candidates[-1]):
             if self.wanted.rank is not None:
                 return None
-            found = whole[:1]
-        return replace(found[-1], changed=max(log.changed for log in logs))
+            candidates = placed[:1]
+        return replace(candidates[-1], changed=max(log.changed for log in logs))
 
-    def _placed(self, logs: Sequence[_Log]) -> list[_Log]:
+    def _with_first_ranks(self, logs: Sequence[_Log]) -> list[_Log]:
         """Return an attempt's logs with the lowest rank of each: the others in it are those up to the next one's."""
         task = self._task(logs[0])
         if task is None:
             return list(logs)
-        own, tagged, shared = ranks_of(task), tells_ranks(task), shares_log(task)
-        return [replace(log, first=log.first * own, tagged=tagged, shared=shared) for log in logs]
+        ranks_each, tagged, shared = ranks_of(task), has_tagged_lines(task), shares_node_log(task)
+        return [replace(log, first=log.first * ranks_each, tagged=tagged, shared=shared) for log in logs]
 
-    def _ranks(self, log: _Log) -> int:
+    def _rank_count(self, log: _Log) -> int:
         task = self._task(log)
         return log.first + 1 if task is None else world_size(task)
 
@@ -192,24 +192,24 @@ class _Reader:
             self._tasks[log.task] = self.run.task(log.task) if log.task else None
         return self._tasks[log.task]
 
-    def pass_over(self, logs: Iterable[_Log]) -> None:
+    def skip_to_end(self, logs: Iterable[_Log]) -> None:
         """Go to the end of logs."""
         for log in logs:
-            self._place(log, log.file.stat().st_size)
+            self._set_offset(log, log.file.stat().st_size)
             self._told.add((log.task, log.attempt))
 
-    def _place(self, log: _Log, offset: int) -> None:
+    def _set_offset(self, log: _Log, offset: int) -> None:
         self._offsets[log.file], self._inodes[log.file] = offset, log.file.stat().st_ino
 
     def last_lines(self, logs: Sequence[_Log], count: int) -> list[LogLine]:
         """Return the last lines of logs that are asked for, read from their ends, and go to the ends of what was read."""
         lines: list[LogLine] = []
         for log in reversed(logs):
-            self._place(log, log.file.stat().st_size)
-            lines[:0] = reversed(list(itertools.islice(self._back(log), count - len(lines))))
+            self._set_offset(log, log.file.stat().st_size)
+            lines[:0] = reversed(list(itertools.islice(self._read_backwards(log), count - len(lines))))
         return lines
 
-    def _back(self, log: _Log) -> Iterator[LogLine]:
+    def _read_backwards(self, log: _Log) -> Iterator[LogLine]:
         """Yield the lines of a log that are asked for, last first; those without a time have that of the line before them."""
         since, untimed = self.wanted.since, list[LogLine]()
         try:
@@ -225,22 +225,22 @@ class _Reader:
                         yield from untimed
                         untimed.clear()
         except OSError as error:
-            raise cannot_read(log.file, error) from error
-        if since is None or self._begin(log) >= since:
+            raise read_error(log.file, error) from error
+        if since is None or self._attempt_start(log) >= since:
             yield from untimed
 
-    def failure(self, log: _Log) -> Iterator[LogLine]:
+    def first_failure(self, log: _Log) -> Iterator[LogLine]:
         """Yield, once, what the first failing rank of an attempt saw, or that which is asked for."""
-        key, asked = (log.task, log.attempt), self.wanted.rank
+        key, requested_rank = (log.task, log.attempt), self.wanted.rank
         failures = self.run.failures(*key) if log.task and key not in self._told else []
-        found = root(one for one in failures if asked in (None, one.rank))
-        if found is None:
+        root_failure = find_root_failure(failure for failure in failures if requested_rank in (None, failure.rank))
+        if root_failure is None:
             return
         self._told.add(key)
-        for text in (found.detail.strip() or found.message).splitlines():
-            yield LogLine(log.file, text, log.task, log.attempt, found.rank, failure=True)
+        for text in (root_failure.detail.strip() or root_failure.message).splitlines():
+            yield LogLine(log.file, text, log.task, log.attempt, root_failure.rank, failure=True)
 
-    def lines(self, log: _Log, *, whole: bool) -> Iterator[LogLine]:
+    def new_lines(self, log: _Log, *, with_incomplete: bool) -> Iterator[LogLine]:
         """Yield what was added to a log since it was last read; a line without its end only where `whole`."""
         try:
             with open_file(log.file) as file:
@@ -248,43 +248,43 @@ class _Reader:
                 if (
                     self._inodes.setdefault(log.file, status.st_ino) != status.st_ino
                 ):  # another file has taken its place
-                    self._place(log, 0)
+                    self._set_offset(log, 0)
                 elif status.st_size < self._offsets[log.file]:  # it was cut: what its end was then was shown
-                    self._place(log, status.st_size)
+                    self._set_offset(log, status.st_size)
                 file.seek(self._offsets[log.file])
                 for raw in read_lines(file, longest=_MAX_LINE):
-                    if not raw.endswith(b"\n") and len(raw) < _MAX_LINE and not whole:
+                    if not raw.endswith(b"\n") and len(raw) < _MAX_LINE and not with_incomplete:
                         return
                     self._offsets[log.file] += len(raw)
                     line = log.line(raw)
                     if self._is_new(line) and self._is_of_rank(line, log) and not _HARMLESS.search(raw):
                         yield line
         except OSError as error:
-            raise cannot_read(log.file, error) from error
+            raise read_error(log.file, error) from error
 
     def _is_of_rank(self, line: LogLine, log: _Log) -> bool:
-        wanted = log.first if self.wanted.rank is None and log.shared else self.wanted.rank
-        return None in (wanted, line.rank) or line.rank == wanted
+        requested_rank = log.first if self.wanted.rank is None and log.shared else self.wanted.rank
+        return None in (requested_rank, line.rank) or line.rank == requested_rank
 
     def _is_new(self, line: LogLine) -> bool:
         """Return whether a line was written since; one without a time has that of the one before it."""
         since = self.wanted.since
         if since is None:
             return True
-        told = words.told_time(line.text)
-        if told is not None:
-            self._at[line.file] = told
+        line_time = words.told_time(line.text)
+        if line_time is not None:
+            self._at[line.file] = line_time
         if line.file not in self._at:
-            self._at[line.file] = self._begin(line)
+            self._at[line.file] = self._attempt_start(line)
         return self._at[line.file] >= since
 
-    def _begin(self, of: _Log | LogLine) -> float:
+    def _attempt_start(self, of: _Log | LogLine) -> float:
         """Return when an attempt began (Unix time); of one that is not known the time that is asked for."""
         attempt = self.run.attempt(of.task, of.attempt) if of.task else None
         return attempt.started_at if attempt is not None else self.wanted.since or 0.0
 
 
-def seldom(
+def rate_limited(
     check: Callable[[], bool], *, pause: float, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], bool]:
     """Return a check that asks again only when its last answer is `pause` seconds old: a scheduler serves many users."""
@@ -299,40 +299,42 @@ def seldom(
     return remembered
 
 
-def newest_part(parts: Iterable[Part], job: str | None) -> RunDir | None:
+def part_written_last(parts: Iterable[Part], job: str | None) -> RunDir | None:
     """Return the run of the node type that wrote last (of those that have that job); None where none has."""
-    having = [part.run for part in parts if job is None or job in _jobs(part.run.read())]
+    having = [part.run for part in parts if job is None or job in _job_ids(part.run.read())]
     return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
 
 
-def _jobs(look: Snapshot) -> list[str]:
+def _job_ids(snapshot: Snapshot) -> list[str]:
     """Return the jobs by their ids, of a copy those of its tasks: what they wrote is in it, though the jobs are another run's."""
-    ids = (*(job.id for job in look.jobs), *(task.job for task in (*look.tasks, *look.check_tasks)))
+    ids = (*(job.id for job in snapshot.jobs), *(task.job for task in (*snapshot.tasks, *snapshot.check_tasks)))
     return list(dict.fromkeys(ids))
 
 
 def _log_files(run: RunDir, job: str | None) -> list[Path]:
     """Return the log files of a job (of all), last written last."""
-    look = run.read()
+    snapshot = run.read()
     if job is None:
-        return run.logs() or look.scheduler_logs(id_ for found in look.jobs for id_ in found.ids)
-    known = _jobs(look)
-    if job not in known:
-        raise SpecError(f"no job {job!r} in {run.path}", nearest(job, known) or f"there are: {', '.join(known) or '-'}")
-    tasks = tuple(f"{task.id}." for task in (*look.tasks, *look.check_tasks) if task.job == job)
-    own = [path for path in run.logs() if path.name.startswith(tasks)]
-    return own or look.scheduler_logs(id_ for found in look.jobs if found.id == job for id_ in found.ids)
+        return run.logs() or snapshot.scheduler_logs(id_ for job_ in snapshot.jobs for id_ in job_.ids)
+    job_ids = _job_ids(snapshot)
+    if job not in job_ids:
+        raise SpecError(
+            f"no job {job!r} in {run.path}", nearest(job, job_ids) or f"there are: {', '.join(job_ids) or '-'}"
+        )
+    tasks = tuple(f"{task.id}." for task in (*snapshot.tasks, *snapshot.check_tasks) if task.job == job)
+    own_logs = [path for path in run.logs() if path.name.startswith(tasks)]
+    return own_logs or snapshot.scheduler_logs(id_ for job_ in snapshot.jobs if job_.id == job for id_ in job_.ids)
 
 
-def _attempts(files: Iterable[Path]) -> list[list[_Log]]:
+def _group_by_attempt(files: Iterable[Path]) -> list[list[_Log]]:
     """Return the logs of each attempt, lowest ranks first; the attempt that wrote last comes last."""
-    found: defaultdict[tuple[str, int], list[_Log]] = defaultdict(list)
+    logs_by_attempt: defaultdict[tuple[str, int], list[_Log]] = defaultdict(list)
     for number, path in enumerate(files):
         name, changed = _NAME.fullmatch(path.name), path.stat().st_mtime
         if name is None:  # the scheduler's, each by itself
-            found["", -number].append(_Log(path, "", 0, changed))
+            logs_by_attempt["", -number].append(_Log(path, "", 0, changed))
         else:
             key = name["task"], int(name["attempt"])
-            found[key].append(_Log(path, *key, changed, first=int(name["index"] or 0)))
-    every = [sorted(logs, key=lambda log: log.first) for logs in found.values()]
-    return sorted(every, key=lambda logs: max(log.changed for log in logs))
+            logs_by_attempt[key].append(_Log(path, *key, changed, first=int(name["index"] or 0)))
+    attempts = [sorted(logs, key=lambda log: log.first) for logs in logs_by_attempt.values()]
+    return sorted(attempts, key=lambda logs: max(log.changed for log in logs))

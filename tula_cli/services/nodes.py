@@ -17,18 +17,18 @@ from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, Sp
 from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import adopt
+from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.cluster_reports import ClusterReport
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services.events import NodeCheckProgress, Work
 from tula_cli.services.node_check import findings
-from tula_cli.services.node_check.findings import lag, listed
+from tula_cli.services.node_check.findings import file_lag, list_hosts
 from tula_cli.services.waiting import only_part
 from tula_cli.spec.job import JobSpec
 
-LOOKS = (0.5, 10.0)
+POLL_INTERVALS = (0.5, 10.0)
 """Seconds between two looks at a waiting job: the first, and what it grows to."""
 
 
@@ -53,7 +53,7 @@ class ClusterCheck:
             raise JobFailed(f"these nodes are not as {name} needs them: {'; '.join(self.problems)}")
 
 
-def work(
+def run_node_check(
     run: RunDir,
     spec: JobSpec,
     launcher_for: Callable[[JobSpec], Launcher],
@@ -82,16 +82,16 @@ def work(
         SchedulerError: it was refused, or will never start.
         JobFailed: it has failed; with what is known of the nodes.
     """
-    part = only_part(run, spec, node_type, what="--on-cluster")
-    launcher, count = launcher_for(part.spec), cluster_nodes(part.spec, nodes)
-    adopt(run, spec, [part], file)
+    part = only_part(run, spec, node_type, purpose="--on-cluster")
+    launcher, count = launcher_for(part.spec), check_node_count(part.spec, nodes)
+    save_job(run, spec, [part], file)
     task = start_on_cluster(part.run, part.spec, launcher, nodes=count)
-    before = None
+    last_state = None
     try:
         for state in watch_cluster(part.run, launcher, task, timeout=timeout):
-            if (told := _to_the_minute(state)) != before:
+            if (state_shown := _to_the_minute(state)) != last_state:
                 yield NodeCheckProgress(task, state)
-            before = told
+            last_state = state_shown
         return conclude_cluster(part.run, task)
     except KeyboardInterrupt:
         raise _interruption(part.run, task) from None
@@ -113,35 +113,39 @@ def _to_the_minute(state: SchedulerState) -> SchedulerState:
 # --- on which nodes
 
 
-def cluster_nodes(spec: JobSpec, wanted: int | None) -> int:
+def check_node_count(spec: JobSpec, requested: int | None) -> int:
     """Return on how many nodes to look: as many as wanted, else the fewest of the search, two or more where possible.
 
     Raises:
         SpecError: fewer than one is wanted, or more than the partition has.
     """
-    require_positive(nodes=wanted)
-    most, where = _most_nodes(spec)
-    if wanted is not None and most is not None and wanted > most:
-        raise SpecError(f"--nodes {wanted}: a job can have {most} nodes here ({where})")
-    if wanted is not None:
-        return wanted
+    require_positive(nodes=requested)
+    most, where = _max_nodes(spec)
+    if requested is not None and most is not None and requested > most:
+        raise SpecError(f"--nodes {requested}: a job can have {most} nodes here ({where})")
+    if requested is not None:
+        return requested
     fewest = min((nodes for nodes in spec.search.nodes if nodes > 1), default=1 if spec.cluster.kind == "local" else 2)
     return max(1, min(fewest, most)) if most is not None else fewest
 
 
-def _most_nodes(spec: JobSpec) -> tuple[int | None, str]:
+def _max_nodes(spec: JobSpec) -> tuple[int | None, str]:
     """Return the most nodes that a job can have, where the scheduler tells, and of what in words."""
     if spec.cluster.kind == "slurm":
-        here = _partition(spec)
-        return (None, "") if here is None else (here.usable, site.describe(here))
+        partition_of_job = _partition(spec)
+        return (
+            (None, "")
+            if partition_of_job is None
+            else (partition_of_job.usable, site.describe_partition(partition_of_job))
+        )
     offered = scheduler_of(spec.cluster).partitions()
-    chosen = [one for one in offered if one.default] or (offered if len(offered) == 1 else [])
+    chosen = [partition for partition in offered if partition.default] or (offered if len(offered) == 1 else [])
     return (chosen[0].usable, f"partition {chosen[0].name}") if chosen else (None, "")
 
 
 def _partition(spec: JobSpec) -> site.Partition | None:
     """Return the partition of SLURM that the spec's jobs go to, where it tells."""
-    offered = Site(site.partitions(), ())
+    offered = Site(site.list_partitions(), ())
     name = spec.cluster.slurm.partition if spec.cluster.slurm else None
     if name is None:
         return offered.default
@@ -170,12 +174,12 @@ def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: i
 
 
 def _start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
-    tasks = sorted(run.check_tasks(), key=_number)
-    untold = [task for task in tasks if task.nodes == nodes and not run.checks.told(task.id)]
+    tasks = sorted(run.check_tasks(), key=_check_number)
+    untold = [task for task in tasks if task.nodes == nodes and not run.checks.is_told(task.id)]
     for task in [task for task in untold if task.spec != spec]:
         if (job := run.job(task.job)) is not None:
-            _end(run, launcher, task, job)
-    name = f"check-n{nodes:03d}-{_number(tasks[-1]) + 1 if tasks else 1}"
+            _cancel_check(run, launcher, task, job)
+    name = f"check-n{nodes:03d}-{_check_number(tasks[-1]) + 1 if tasks else 1}"
     fresh = CheckTask(id=name, job=name, spec=spec, workdir=str(Path.cwd()), nodes=nodes)
     task = next((task for task in reversed(untold) if task.spec == spec), fresh)
     if run.job(task.job) is None:
@@ -185,7 +189,7 @@ def _start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: 
     return task
 
 
-def _number(task: CheckTask) -> int:
+def _check_number(task: CheckTask) -> int:
     return int(task.id.rpartition("-")[2])
 
 
@@ -215,7 +219,7 @@ def watch_cluster(
     """
     job = run.job(task.job)
     assert job is not None
-    started, (pause, longest), hopeless = clock(), LOOKS, 0
+    started, (pause, longest), hopeless = clock(), POLL_INTERVALS, 0
     some_since: float | None = None
     while not _is_over(run, task):
         state = launcher.states(run.read(), [job])[job.id]
@@ -224,11 +228,11 @@ def watch_cluster(
             return
         hopeless = hopeless + 1 if state.hopeless else 0
         if hopeless > 1:  # it may be so for a moment while the controller is busy
-            raise _ended_hopeless(run, launcher, task, job, state)
+            raise _cancel_hopeless(run, launcher, task, job, state)
         now = clock()
         some_since = (some_since or now) if 0 < len(_nodes_seen(run, task, job)) < task.nodes else None
-        if some_since is not None and now - some_since > lag(job.scheduler):
-            raise _ended_half_seen(run, launcher, task, job)
+        if some_since is not None and now - some_since > file_lag(job.scheduler):
+            raise _cancel_half_seen(run, launcher, task, job)
         if timeout is not None and now - started >= timeout:
             reason = f" ({state.reason})" if state.reason else ""
             raise Pending(
@@ -241,32 +245,32 @@ def watch_cluster(
 
 def _is_over(run: RunDir, task: CheckTask) -> bool:
     """Return whether the check has an end that is its own: a report, or a failure that is not tried again."""
-    if run.checks.report(task.id) is not None or run.cancelled(task.job):
+    if run.checks.report(task.id) is not None or run.is_cancelled(task.job):
         return True
     attempts = run.attempts(task.id)
     return bool(attempts) and attempts[-1].outcome not in (None, "done", "port")
 
 
-def _ended_hopeless(
+def _cancel_hopeless(
     run: RunDir, launcher: Launcher, task: CheckTask, job: Job, state: SchedulerState
 ) -> SchedulerError:
-    _end(run, launcher, task, job)
+    _cancel_check(run, launcher, task, job)
     return SchedulerError(
         f"{job.id} was accepted, but would not start: {state.reason}; it was cancelled",
         "change the cluster section of the job, or look at fewer nodes with --nodes",
     )
 
 
-def _end(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> None:
+def _cancel_check(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> None:
     run.cancel(job.id)
     launcher.cancel(run, job)
     run.checks.mark_told(task.id)
 
 
-def _ended_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
+def _cancel_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
     """End a job whose nodes do not all show up: the ranks of those that have would wait for the others."""
-    error = _unshared(run, task, job, set(range(task.nodes)) - _nodes_seen(run, task, job))
-    _end(run, launcher, task, job)
+    error = _not_shared_error(run, task, job, set(range(task.nodes)) - _nodes_seen(run, task, job))
+    _cancel_check(run, launcher, task, job)
     return error
 
 
@@ -280,51 +284,53 @@ def conclude_cluster(
     """
     job = run.job(task.job)
     assert job is not None
-    deadline = clock() + lag(job.scheduler)
-    while not _all_told(run, task, job) and clock() < deadline:
-        sleep(LOOKS[0])
+    deadline = clock() + file_lag(job.scheduler)
+    while not _has_all_reports(run, task, job) and clock() < deadline:
+        sleep(POLL_INTERVALS[0])
     run.checks.mark_told(task.id)
     report = run.checks.report(task.id)
     if report is None:
-        failure, draft = _failure(run, task, job), run.checks.draft(task.id)
-        if draft is None or run.cancelled(task.job):
+        failure, draft = _check_failure(run, task, job), run.checks.draft(task.id)
+        if draft is None or run.is_cancelled(task.job):
             raise failure
         report = draft.model_copy(update={"network_error": failure.message})
-    return ClusterCheck(report, tuple(findings.problems(run, task, report)), tuple(findings.warnings(task, report)))
+    return ClusterCheck(
+        report, tuple(findings.node_problems(run, task, report)), tuple(findings.node_warnings(task, report))
+    )
 
 
-def _all_told(run: RunDir, task: CheckTask, job: Job) -> bool:
+def _has_all_reports(run: RunDir, task: CheckTask, job: Job) -> bool:
     """Return whether nothing more is to be expected from the nodes."""
     report = run.checks.report(task.id)
     if report is not None:
-        return not findings.silent(run, report)
+        return not findings.silent_nodes(run, report)
     return _is_over(run, task) and len(_nodes_seen(run, task, job)) == task.nodes
 
 
 # --- a check that has failed
 
 
-def _failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
+def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     """Tell why there is no report: nodes that do not see the run directory before all else, for they cannot tell."""
     attempts = run.attempts(task.id)
-    last = attempts[-1] if attempts else None
-    if run.cancelled(task.job):
+    last_attempt = attempts[-1] if attempts else None
+    if run.is_cancelled(task.job):
         return JobFailed(f"{job.id} was cancelled", "the same command starts another one")
     if job.scheduler == "slurm":
-        ended = scheduler.ended_how(job.scheduler_id)
-        if last is None and ended is not None:
+        ended = scheduler.end_outcome(job.scheduler_id)
+        if last_attempt is None and ended is not None:
             return JobFailed(
                 f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advice(ended, spec=task.spec)
             )
         blind = set(range(task.nodes)) - _nodes_seen(run, task, job)
         if blind:
-            return _unshared(run, task, job, blind)
-    if last is None or last.outcome is None:
-        return JobFailed(f"{job.id} ended before its ranks could report: {_last_words(run, job)}", advice("unknown"))
-    where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
-    outcome = last.outcome if last.outcome != "done" else "unknown"
-    hint = advice(outcome, last.message, spec=task.spec)
-    return FAILURE_KINDS[outcome].error(f"{job.id} failed{where}: {last.message}", hint)
+            return _not_shared_error(run, task, job, blind)
+    if last_attempt is None or last_attempt.outcome is None:
+        return JobFailed(f"{job.id} ended before its ranks could report: {_last_log_line(run, job)}", advice("unknown"))
+    where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
+    outcome = last_attempt.outcome if last_attempt.outcome != "done" else "unknown"
+    hint = advice(outcome, last_attempt.message, spec=task.spec)
+    return FAILURE_KINDS[outcome].error(f"{job.id} failed{where}: {last_attempt.message}", hint)
 
 
 def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
@@ -339,16 +345,16 @@ def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     }
 
 
-def _unshared(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFailed:
-    hosts = site.allocated(job.scheduler_id)
+def _not_shared_error(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFailed:
+    hosts = site.allocated_hosts(job.scheduler_id)
     names = (
         hosts if len(hosts) == task.nodes else tuple(f"node {number + 1} of the job" for number in range(task.nodes))
     )
     seeing = [name for number, name in enumerate(names) if number not in blind]
-    without = listed(name for number, name in enumerate(names) if number in blind)
-    those = f"{listed(seeing)} wrote into it, {without} did not" if seeing else f"nothing came from {without}"
+    without = list_hosts(name for number, name in enumerate(names) if number in blind)
+    description = f"{list_hosts(seeing)} wrote into it, {without} did not" if seeing else f"nothing came from {without}"
     return JobFailed(
-        f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {those}",
+        f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {description}",
         "choose a folder on a file system that this machine and all nodes share: --run-dir FOLDER"
         + (
             f"; or leave those nodes out: --set cluster.slurm.exclude={without.replace(', ', ',')}"
@@ -358,7 +364,7 @@ def _unshared(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFai
     )
 
 
-def _last_words(run: RunDir, job: Job) -> str:
+def _last_log_line(run: RunDir, job: Job) -> str:
     """Return the last line that the scheduler's own logs hold."""
     for path in sorted(run.submitit_dir.glob(f"{job.scheduler_id}_*_log.err")):
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()

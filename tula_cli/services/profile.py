@@ -5,25 +5,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.host.outcome import advice
-from tula_cli.models.cost import price_at_most, price_words
-from tula_cli.run.code import choose, snapshot
+from tula_cli.models.cost import describe_price, max_price
+from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, probe_id
-from tula_cli.services.profiling.allowed_nodes import too_short
-from tula_cli.services.profiling.worth import with_strategy
-from tula_cli.services.progress.probe_notes import notes
-from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
+from tula_cli.services.profiling.allowed_nodes import warn_too_short
+from tula_cli.services.profiling.worth import choose_strategy
+from tula_cli.services.progress.probe_notes import count_notes
+from tula_cli.services.search import (
+    Round,
+    choose_probes,
+    feasible_candidates,
+    group_by_nodes,
+    largest_local_batch,
+    next_round,
+)
 from tula_cli.spec.job import JobSpec
 
-PACKED = "probe-packed"
+PACKED_JOB = "probe-packed"
 """The one job of search.packing: single."""
 
 
@@ -67,7 +74,7 @@ class ProfileReport:
     notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
 
 
-def plan(
+def plan_probes(
     spec: JobSpec,
     inspection: Inspection,
     run: RunDir | None,
@@ -90,37 +97,37 @@ def plan(
         Infeasible: no configuration of the search can run.
         SpecError: a file of the user's code cannot be read.
     """
-    source = choose(run, spec, Path.cwd(), keep=True)
+    source = choose_code(run, spec, Path.cwd(), keep=True)
     largest = largest_local_batch(spec, inspection)
     chosen_by_auto = spec.search.strategy == "auto"
-    spec = with_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
-    known = {result.id: result for result in run.results()} if run else {}
-    wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere, sizes=sizes)
+    spec = choose_strategy(spec, dataset_size=inspection.dataset_size, largest=largest, run=run)
+    results_by_id = {result.id: result for result in run.results()} if run else {}
+    wanted_batches, round_ = _wanted_batches(spec, inspection, run, results_by_id, elsewhere=elsewhere, sizes=sizes)
     tasks = []
-    for nodes, local_batches in wanted.items():
-        missing = [local for local in local_batches if _open(known.get(probe_id(nodes, local)), again=again)]
+    for nodes, local_batches in wanted_batches.items():
+        missing = [local for local in local_batches if _is_open(results_by_id.get(probe_id(nodes, local)), again=again)]
         if missing:
-            tasks.append(_task(spec, nodes, missing, workdir=source.workdir))
+            tasks.append(_probe_task(spec, nodes, missing, workdir=source.workdir))
     if tasks and spec.search.packing == "single":
-        tasks = _packed(tasks)
-    if short := too_short(spec, [task.nodes for task in tasks]):
+        tasks = _pack_tasks(tasks)
+    if short := warn_too_short(spec, [task.nodes for task in tasks]):
         raise Infeasible("; ".join(short))
     in_rounds = spec.search.strategy == "adaptive"
     choice = ("search.strategy: auto chose adaptive",) if chosen_by_auto and in_rounds else ()
-    total = sum(len(local_batches) for local_batches in wanted.values())
-    node_hours = node_hours_at_most(spec, [task.nodes for task in tasks])
+    total = sum(len(local_batches) for local_batches in wanted_batches.values())
+    node_hours = max_node_hours(spec, [task.nodes for task in tasks])
     return ProfilePlan(
         tasks=tuple(tasks),
         total=total,
         done=total - sum(len(task.local_batches) for task in tasks),
-        minutes_at_most=minutes_at_most(spec, len(tasks)),
+        minutes_at_most=max_minutes(spec, len(tasks)),
         node_hours_at_most=node_hours,
-        price_at_most=price_at_most(spec, node_hours, inspection.capacity),
+        price_at_most=max_price(spec, node_hours, inspection.capacity),
         currency=spec.pricing.currency,
         code=source,
-        price=price_words(spec.pricing),
-        reasons=(*choice, *found.reasons),
-        certainty=found.words,
+        price=describe_price(spec.pricing),
+        reasons=(*choice, *round_.reasons),
+        certainty=round_.words,
         in_rounds=in_rounds,
     )
 
@@ -129,11 +136,11 @@ Known = Mapping[str, Measured | OutOfMemory | Failed]
 """Results by their ids."""
 
 
-def _wanted(
+def _wanted_batches(
     spec: JobSpec,
     inspection: Inspection,
     run: RunDir | None,
-    known: Known,
+    results_by_id: Known,
     *,
     elsewhere: float,
     sizes: Sequence[Part],
@@ -141,45 +148,49 @@ def _wanted(
     """Return all local batches to measure by number of nodes (with `adaptive` those so far and the next round)."""
     largest = largest_local_batch(spec, inspection)
     if spec.search.strategy != "adaptive":
-        return probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
-    begun = _begun(run) if run else set()
-    settled = {probe for probe in begun if _settled(known.get(probe_id(*probe)))}
-    found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
-    searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in found}
-    failed = {(r.nodes, r.local_batch) for r in known.values() if isinstance(r, Failed)} & searched
+        return choose_probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
+    begun_probes = _begun_probes(run) if run else set()
+    settled = {probe for probe in begun_probes if _is_settled(results_by_id.get(probe_id(*probe)))}
+    candidates = feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
+    searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates}
+    failed = {(r.nodes, r.local_batch) for r in results_by_id.values() if isinstance(r, Failed)} & searched
     # A round that is under way: the next one follows from its results, without those that failed.
-    open_ = (begun - settled) & searched
+    open_ = (begun_probes - settled) & searched
     if open_ - failed:
-        return grouped(settled | open_), Round({}, (), "")
-    fresh = next_round(spec, list(known.values()), inspection=inspection, **_learnt(run, spec, known, sizes))
-    fresh = _within_cap(spec, fresh, spent=elsewhere + (spent(run) if run else 0.0))
+        return group_by_nodes(settled | open_), Round({}, (), "")
+    fresh = next_round(
+        spec, list(results_by_id.values()), inspection=inspection, **_adaptive_inputs(run, spec, results_by_id, sizes)
+    )
+    fresh = _within_cap(spec, fresh, spent=elsewhere + (measured_node_hours(run) if run else 0.0))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
-    return grouped(settled | failed | picked), fresh
+    return group_by_nodes(settled | failed | picked), fresh
 
 
-def _learnt(run: RunDir | None, spec: JobSpec, known: Known, sizes: Sequence[Part]) -> dict[str, Any]:
+def _adaptive_inputs(run: RunDir | None, spec: JobSpec, results_by_id: Known, sizes: Sequence[Part]) -> dict[str, Any]:
     """Return what an adaptive search goes by beside a run's probes, as arguments of `next_round`."""
     if run is None or not run.exists:
         return {}
     from tula_cli.services.progress.held_against import calibrated  # as the models, of use to this strategy alone
-    from tula_cli.services.recommendation.beyond.other_sizes import TrainingsOnce, beside
-    from tula_cli.services.recommendation.by_trainings import told_by_trainings
+    from tula_cli.services.recommendation.beyond.other_sizes import CachedTrainings, measurements_of_other_sizes
+    from tula_cli.services.recommendation.by_trainings import observations_from_trainings
 
     return {
         "attempts": run.attempts(),
-        "trained": told_by_trainings(run, spec, list(known.values())).found,
+        "trained": observations_from_trainings(run, spec, list(results_by_id.values())).found,
         "calibration": calibrated(run.path, spec.cluster.kind)[0],
-        "others": beside(Part(None, run, spec, sizes=tuple(sizes)), TrainingsOnce()),
+        "others": measurements_of_other_sizes(Part(None, run, spec, sizes=tuple(sizes)), CachedTrainings()),
     }
 
 
-def _begun(run: RunDir) -> set[tuple[int, int]]:
+def _begun_probes(run: RunDir) -> set[tuple[int, int]]:
     """Return what was ever to be measured, and what has been: nodes and local batch."""
-    asked = {(task.nodes, size) for task in run.tasks() if isinstance(task, ProbeTask) for size in task.local_batches}
-    return asked | {(result.nodes, result.local_batch) for result in run.results() if _settled(result)}
+    requested = {
+        (task.nodes, size) for task in run.tasks() if isinstance(task, ProbeTask) for size in task.local_batches
+    }
+    return requested | {(result.nodes, result.local_batch) for result in run.results() if _is_settled(result)}
 
 
-def spent(run: RunDir) -> float:
+def measured_node_hours(run: RunDir) -> float:
     """Return the node-hours that measuring has taken so far, the first job that built the model and rehearsals counted."""
     tasks = [task for task in run.tasks() if isinstance(task, ProbeTask | RehearsalTask)]
     # The one job of search.packing: single holds the most nodes of its tasks all the time.
@@ -191,61 +202,61 @@ def spent(run: RunDir) -> float:
     )
 
 
-def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
+def _within_cap(spec: JobSpec, round_: Round, *, spent: float) -> Round:
     """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
     cap = spec.search.max_node_hours
-    at_most = node_hours_at_most(spec, list(found.probes))
-    if cap is None or not found.probes or not found.words or spent + at_most <= cap:
-        return found
+    at_most = max_node_hours(spec, list(round_.probes))
+    if cap is None or not round_.probes or not round_.words or spent + at_most <= cap:
+        return round_
     why = (
         f"stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent; raise the cap with"
         " --set search.max_node_hours=... to go on"
     )
-    return Round({}, (), f"{found.words}; {why}")
+    return Round({}, (), f"{round_.words}; {why}")
 
 
-def _settled(result: Measured | OutOfMemory | Failed | None) -> bool:
+def _is_settled(result: Measured | OutOfMemory | Failed | None) -> bool:
     return isinstance(result, Measured | OutOfMemory)
 
 
-def _open(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> bool:
+def _is_open(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> bool:
     return result is None or (again and isinstance(result, Failed))
 
 
-def _task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
+def _probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
     job = f"probe-n{nodes:03d}"
     return ProbeTask(
         id=job, job=job, spec=spec, workdir=str(workdir), nodes=nodes, local_batches=tuple(sorted(local_batches))
     )
 
 
-def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
+def _pack_tasks(tasks: list[ProbeTask]) -> list[ProbeTask]:
     """Return the tasks as those of one job: the first, on the most nodes, is submitted and names the others."""
     # Their own ids: a job of one number of nodes may be under way when the packing is changed.
-    own = [task.model_copy(update={"id": f"packed-n{task.nodes:03d}", "job": PACKED}) for task in tasks]
-    first, *others = sorted(own, key=lambda task: -task.nodes)
-    return [first.model_copy(update={"then": tuple(task.id for task in others)}), *others]
+    packed_tasks = [task.model_copy(update={"id": f"packed-n{task.nodes:03d}", "job": PACKED_JOB}) for task in tasks]
+    first_task, *other_tasks = sorted(packed_tasks, key=lambda task: -task.nodes)
+    return [first_task.model_copy(update={"then": tuple(task.id for task in other_tasks)}), *other_tasks]
 
 
-def node_hours_at_most(spec: JobSpec, nodes: Sequence[int]) -> float:
+def max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
     """Return the node-hours that measuring on these numbers of nodes may take: what SLURM is asked for."""
-    if _in_one_job(spec):
-        return max(nodes, default=0) * minutes_at_most(spec, len(nodes)) / 60
+    if _runs_in_one_job(spec):
+        return max(nodes, default=0) * max_minutes(spec, len(nodes)) / 60
     return sum(nodes) * spec.measuring_minutes() / 60
 
 
-def minutes_at_most(spec: JobSpec, count: int) -> float:
+def max_minutes(spec: JobSpec, count: int) -> float:
     """Return the minutes that measuring on so many numbers of nodes may take, one after the other."""
-    if _in_one_job(spec):
+    if _runs_in_one_job(spec):
         return spec.measuring_minutes(count) if count else 0.0
     return count * spec.measuring_minutes()
 
 
-def _in_one_job(spec: JobSpec) -> bool:
+def _runs_in_one_job(spec: JobSpec) -> bool:
     return spec.search.packing == "single" and spec.cluster.kind != "local"
 
 
-def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
+def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
     """Submit the jobs of a plan, one after the other; a job that is under way already is left alone.
 
     The user's code is copied first: what was submitted is what runs.
@@ -255,11 +266,11 @@ def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]
     """
     jobs = plan.jobs
     with submitting(run):
-        alive = under_way(run, launcher, jobs)
-        code = snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
+        alive = unfinished_jobs(run, launcher, jobs)
+        code = take_snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
         for id_, tasks in jobs.items():
             if id_ in alive:
-                if run.cancelled(id_):
+                if run.is_cancelled(id_):
                     raise SchedulerError(f"{id_} is still being cancelled", "run the same command again in a minute")
                 continue
             run.uncancel(id_)
@@ -269,13 +280,13 @@ def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]
     return tuple(jobs)
 
 
-def measured(run: RunDir, plan: ProfilePlan) -> bool:
+def is_measured(run: RunDir, plan: ProfilePlan) -> bool:
     """Return whether every probe of a plan has a result, and at least one of them a result that stands."""
-    found = [run.result(probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
-    return None not in found and any(map(_settled, found))
+    results = [run.result(probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
+    return None not in results and any(map(_is_settled, results))
 
 
-def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
+def profile_report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     """Return what the probes of a finished profile came to.
 
     Raises:
@@ -287,24 +298,27 @@ def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     measured = tuple(result for result in results if isinstance(result, Measured))
     failed = tuple(result for result in results if isinstance(result, Failed))
     out_of_memory = tuple(result for result in results if isinstance(result, OutOfMemory))
-    known = {result.id for result in results}
-    wanted = [probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
-    missing = tuple(i for i in wanted if i not in known)
-    found = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, notes(measured))
-    of_plan = [result for result in results if result.id in wanted]
+    known_ids = {result.id for result in results}
+    wanted_ids = [probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
+    missing = tuple(i for i in wanted_ids if i not in known_ids)
+    report = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, count_notes(measured))
+    of_plan = [result for result in results if result.id in wanted_ids]
     if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
-        raise _nothing_measured(found, next((task.spec for task in plan.tasks), None))
-    return found
+        raise _nothing_measured_error(report, next((task.spec for task in plan.tasks), None))
+    return report
 
 
-def _nothing_measured(found: ProfileReport, spec: JobSpec | None) -> Exception:
-    if found.failed:
-        first = found.failed[0]
-        alike = all(result.outcome == first.outcome for result in found.failed)
-        kind = FAILURE_KINDS[first.outcome].error if alike else JobFailed
-        return kind(f"{first.id} failed: {first.message}", advice(first.outcome, first.message, spec=spec))
-    if found.out_of_memory:
-        first_oom = found.out_of_memory[0]
+def _nothing_measured_error(report: ProfileReport, spec: JobSpec | None) -> Exception:
+    if report.failed:
+        first_failure = report.failed[0]
+        alike = all(result.outcome == first_failure.outcome for result in report.failed)
+        kind = FAILURE_KINDS[first_failure.outcome].error if alike else JobFailed
+        return kind(
+            f"{first_failure.id} failed: {first_failure.message}",
+            advice(first_failure.outcome, first_failure.message, spec=spec),
+        )
+    if report.out_of_memory:
+        first_oom = report.out_of_memory[0]
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
             advice("device_oom", spec=spec),

@@ -17,38 +17,47 @@ from tula_cli.models.choice.objective import Curve, Objective, choose, knees_lef
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.observations import OtherSizes
-from tula_cli.models.overheads import queue_wait
-from tula_cli.models.ramp.by_noise import in_epochs, stage_words
-from tula_cli.models.ramp.stage_nodes import Worth, nodes_words, stages_worth
+from tula_cli.models.overheads import median_queue_wait
+from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
+from tula_cli.models.ramp.stage_nodes import Worth, describe_stage_nodes, stage_objective
 from tula_cli.models.summaries import RegressionSummary, regression_summaries
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import adopt, begun, origin
+from tula_cli.run.jobfile import parts_with_data, save_job, settings_origin
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.storage.owner import require_own
 from tula_cli.services import status
-from tula_cli.services.comparison.kept import kept
+from tula_cli.services.comparison.kept import accuracy_evidence
 from tula_cli.services.progress.job_status import ACTIVE
-from tula_cli.services.recommendation.answer import Answer, write
-from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, beside_words, decay_words
-from tula_cli.services.recommendation.beyond.lengths import at_lengths
+from tula_cli.services.recommendation.answer import Answer, write_answer
+from tula_cli.services.recommendation.beyond.fixed_batches import (
+    describe_alternatives,
+    describe_decay_savings,
+    ramp_alternatives,
+)
+from tula_cli.services.recommendation.beyond.lengths import predict_lengths
 from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
 from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, with_waits
-from tula_cli.services.recommendation.beyond.site_charges import billed
+from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
 from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
-from tula_cli.services.recommendation.beyond.wall_times import chain_words
-from tula_cli.services.recommendation.doubts import disturbed_probes, doubts, state_of_the_probes
+from tula_cli.services.recommendation.beyond.wall_times import describe_chain
+from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes
 from tula_cli.services.recommendation.fallback import first_fallback
-from tula_cli.services.recommendation.from_training import UnderWay, continued, results_by_type, under_way
+from tula_cli.services.recommendation.from_training import (
+    UnfinishedTraining,
+    find_unfinished_training,
+    results_by_type,
+    with_continuation,
+)
 from tula_cli.services.recommendation.limits import Criteria, Limits
-from tula_cli.services.recommendation.listed import listed, within
+from tula_cli.services.recommendation.listed import offers_within_limits, select_rows
 from tula_cli.services.recommendation.measured import (
     TypeMeasurements,
-    epochs_of,
-    measurements_of,
-    noise_of,
-    rests_on,
-    with_energy,
-    without_gradients,
+    describe_epochs,
+    describe_noise_basis,
+    gather_measurements,
+    gradient_noise_of_job,
+    require_energy,
+    warn_no_gradients,
 )
 from tula_cli.services.recommendation.validation import Validation
 from tula_cli.spec.job import JobSpec
@@ -106,58 +115,83 @@ def recommend(
         SpecError: the job names no such node type, what is supposed cannot be, or there is no queue to ask.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    training, parts = _parts(run.parts(billed(spec, run.path.parent), node_type), from_training=from_training)
-    others, told = of_runs(run, spec, with_runs)
-    as_it_is, said = _measurements(parts, limits, pending, training, others, stages_worth(objective, curve))
-    all_measurements = [each.under(parsed(what_if)) for each in as_it_is] if what_if else as_it_is
-    all_measurements, said = with_energy(all_measurements, said) if objective == "energy" else (all_measurements, said)
-    noise = noise_of(all_measurements, needed=objective == "accuracy-time")
-    allowed, untold = within(all_measurements, limits, noise), without_gradients(all_measurements)
+    training, parts = _parts_of_query(
+        run.parts(with_site_billing(spec, run.path.parent), node_type), from_training=from_training
+    )
+    other_sizes, size_warnings = of_runs(run, spec, with_runs)
+    all_measurements_, warnings_ = _gather_by_type(
+        parts, limits, pending, training, other_sizes, stage_objective(objective, curve)
+    )
+    all_measurements = [each.under(parsed(what_if)) for each in all_measurements_] if what_if else all_measurements_
+    all_measurements, warnings_ = (
+        require_energy(all_measurements, warnings_) if objective == "energy" else (all_measurements, warnings_)
+    )
+    noise = gradient_noise_of_job(all_measurements, needed=objective == "accuracy-time")
+    allowed, untold = offers_within_limits(all_measurements, limits, noise), warn_no_gradients(all_measurements)
     allowed, waits = with_waits(allowed, all_measurements, objective=objective, now=now, queue=queue)
 
     def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
-        found = _answer(all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
-        asked = {"options": tuple(options), "overrides": tuple(overrides), "with_runs": places(run, with_runs)}
-        return found.model_copy(update={**asked, **told_of(found, waits), **_learnt(all_measurements)})
+        recommendation = _build_recommendation(
+            all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now
+        )
+        query_fields = {"options": tuple(options), "overrides": tuple(overrides), "with_runs": places(run, with_runs)}
+        return recommendation.model_copy(
+            update={**query_fields, **told_of(recommendation, waits), **_training_fields(all_measurements)}
+        )
 
     by_type = {
-        measurements.part.type: answer([measurements], pareto.marked(allowed.take(own)), untold)
+        measurements.part.type: answer([measurements], pareto.marked(allowed.take(rows_of_type)), untold)
         for measurements in all_measurements
-        if measurements.part.type is not None and (own := allowed.type == measurements.type).any()
+        if measurements.part.type is not None and (rows_of_type := allowed.type == measurements.type).any()
     }
-    allowed, spoken = pareto.marked(allowed), [*told, *said, *untold]
-    found = continued(training, answer(all_measurements, allowed, spoken), allowed)
-    before = _chosen(as_it_is, limits, noise, objective=objective, curve=curve) if what_if else None
-    return Answer(compared(found, what_if, all_measurements, as_it_is=before), by_type, all_measurements, allowed)
+    allowed, spoken = pareto.marked(allowed), [*size_warnings, *warnings_, *untold]
+    answer_ = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
+    previous_choice = (
+        _best_prediction(all_measurements_, limits, noise, objective=objective, curve=curve) if what_if else None
+    )
+    return Answer(
+        compared(answer_, what_if, all_measurements, as_it_is=previous_choice), by_type, all_measurements, allowed
+    )
 
 
-def _learnt(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
+def _training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
     """Return what trainings have told, as fields of an answer."""
-    trained = [one for own in all_measurements for one in own.trained]
-    left_out = [f"{own.prefix}{why}" for own in all_measurements for why in own.left_out]
+    trained = [steps for measurements in all_measurements for steps in measurements.trained]
+    left_out = [f"{measurements.prefix}{why}" for measurements in all_measurements for why in measurements.left_out]
     calibration = all_measurements[0].forecast.calibration
     return {"trainings": tuple(trained), "trainings_left_out": tuple(left_out), "calibration": calibration}
 
 
-def _measurements(
+def _gather_by_type(
     parts: Sequence[Part],
     limits: Limits,
     pending: int | Mapping[str | None, int],
-    training: UnderWay | None,
-    others: OtherSizes,
+    training: UnfinishedTraining | None,
+    other_sizes: OtherSizes,
     worth: Worth,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type of node, and what is to be said of it."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    results, seen = results_by_type(parts, training)
+    results, explanations = results_by_type(parts, training)
     at_a_pace = training is not None
-    found, left_out = measurements_of(parts, limits, waiting, results, at_a_pace=at_a_pace, others=others)
-    waits = [queue_wait(one.part.run.jobs(), one.part.run.attempts()) for one in found]
-    known = [replace(one.forecast, stages_by=worth, queue=wait) for one, wait in zip(found, waits, strict=True)]
-    return [replace(one, forecast=own) for one, own in zip(found, known, strict=True)], [*seen, *left_out]
+    measurements_found, left_out = gather_measurements(
+        parts, limits, waiting, results, at_a_pace=at_a_pace, other_sizes_given=other_sizes
+    )
+    waits = [
+        median_queue_wait(measurements.part.run.jobs(), measurements.part.run.attempts())
+        for measurements in measurements_found
+    ]
+    forecasts = [
+        replace(measurements.forecast, stages_by=worth, queue=wait)
+        for measurements, wait in zip(measurements_found, waits, strict=True)
+    ]
+    return [
+        replace(measurements, forecast=forecast)
+        for measurements, forecast in zip(measurements_found, forecasts, strict=True)
+    ], [*explanations, *left_out]
 
 
-def _chosen(
+def _best_prediction(
     all_measurements: Sequence[TypeMeasurements],
     limits: Limits,
     noise: Noise | None,
@@ -167,31 +201,31 @@ def _chosen(
 ) -> Prediction | None:
     """Return the choice; None where nothing is within the limits."""
     try:
-        rows = pareto.marked(within(all_measurements, limits, noise))
+        rows = pareto.marked(offers_within_limits(all_measurements, limits, noise))
     except Infeasible:
         return None
-    return choose(_known(rows, all_measurements), objective=objective, curve=curve).prediction
+    return choose(_choosable_offers(rows, all_measurements), objective=objective, curve=curve).prediction
 
 
-def _parts(parts: Sequence[Part], *, from_training: bool) -> tuple[UnderWay | None, Sequence[Part]]:
+def _parts_of_query(parts: Sequence[Part], *, from_training: bool) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
     """Return the parts that are asked; by a training under way it, and the part that it runs on: it stays on its nodes."""
-    found = under_way(parts) if from_training else None
-    return found, parts if found is None else (found.part,)
+    training = find_unfinished_training(parts) if from_training else None
+    return training, parts if training is None else (training.part,)
 
 
 def pending_probes(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]) -> dict[str | None, int]:
     """Return how many probes of each type of node are queued or running."""
-    return {part.type: _pending(part, launcher_for) for part in run.parts(spec)}
+    return {part.type: _pending_of_part(part, launcher_for) for part in run.parts(spec)}
 
 
-def _pending(part: Part, launcher_for: Callable[[JobSpec], Launcher]) -> int:
+def _pending_of_part(part: Part, launcher_for: Callable[[JobSpec], Launcher]) -> int:
     if not part.run.jobs():
         return 0
-    now = status.snapshot(part.run, launcher_for(part.spec), now=time.time())
-    return sum(job.total - job.done for job in now.jobs if job.kind == "probe" and job.state in ACTIVE)
+    run_status = status.run_status(part.run, launcher_for(part.spec), now=time.time())
+    return sum(job.total - job.done for job in run_status.jobs if job.kind == "probe" and job.state in ACTIVE)
 
 
-def ask(
+def answer_query(
     run: RunDir,
     spec: JobSpec,
     criteria: Criteria,
@@ -233,21 +267,24 @@ def ask(
     )
 
 
-def validated(answer: Answer) -> dict[str, tuple[Validation, ...]]:
+def cross_validate(answer: Answer) -> dict[str, tuple[Validation, ...]]:
     """Return by type of node ("" where the job names none) how well each strategy would have foreseen the probes there are.
 
     Raises:
         BadMeasurements: there are too few.
     """
-    return {one.type: one.validated() for one in answer.all_measurements}
+    return {measurements.type: measurements.cross_validate() for measurements in answer.all_measurements}
 
 
-def explanation(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
+def explain_fits(answer: Answer) -> dict[str, tuple[RegressionSummary, ...]]:
     """Return by type of node ("" where the job names none) the regressions that an answer is based on."""
-    return {one.type: tuple(regression_summaries(one.forecast)) for one in answer.all_measurements}
+    return {
+        measurements.type: tuple(regression_summaries(measurements.forecast))
+        for measurements in answer.all_measurements
+    }
 
 
-def renews(found: Recommendation, known: Recommendation | None) -> bool:
+def should_replace(recommendation: Recommendation, stored: Recommendation | None) -> bool:
     """Return whether an answer is kept unasked: the first one under the job's own settings, and one to the same criteria.
 
     Args:
@@ -255,13 +292,13 @@ def renews(found: Recommendation, known: Recommendation | None) -> bool:
         known: the one that the run keeps.
     """
     if (
-        found.continuation is not None or found.what_if is not None
+        recommendation.continuation is not None or recommendation.what_if is not None
     ):  # it moves a training, or is of no nodes that there are
         return False
-    return not found.overrides if known is None else found.criteria == known.criteria
+    return not recommendation.overrides if stored is None else recommendation.criteria == stored.criteria
 
 
-def keep(run: RunDir, own: JobSpec, answer: Answer, *, every: bool = False) -> None:
+def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = False) -> None:
     """Write recommendation.json, recommended.yaml, results.csv and cmd.txt: what `tula train` takes.
 
     Args:
@@ -280,14 +317,14 @@ def keep(run: RunDir, own: JobSpec, answer: Answer, *, every: bool = False) -> N
             "leave out --save",
         )
     all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
-    for part in run.parts(own):
+    for part in run.parts(job):
         if part.type is not None and part.type in answer.by_type:
             offers = pareto.marked(answer.offers.take(answer.offers.type == part.type)) if every else None
-            write(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type], offers)
-    write(run, own, answer.all_measurements, answer.recommendation, answer.offers if every else None)
+            write_answer(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type], offers)
+    write_answer(run, job, answer.all_measurements, answer.recommendation, answer.offers if every else None)
 
 
-def save(
+def save_answer(
     run: RunDir,
     spec: JobSpec,
     answer: Answer,
@@ -312,12 +349,12 @@ def save(
     require_own(run.path)
     assumed = bool(answer.recommendation.overrides)
     own = run.spec() if assumed else spec
-    keep(run, own, answer, every=every)
-    file = origin(run, None, ()) if assumed else origin(run, job, overrides)
-    adopt(run, own, begun(run, own), file)
+    store_answer(run, own, answer, every=every)
+    file = settings_origin(run, None, ()) if assumed else settings_origin(run, job, overrides)
+    save_job(run, own, parts_with_data(run, own), file)
 
 
-def _answer(
+def _build_recommendation(
     all_measurements: Sequence[TypeMeasurements],
     rows: Offers,
     limits: Limits,
@@ -328,75 +365,94 @@ def _answer(
     curve: Curve,
     now: float,
 ) -> Recommendation:
-    known = _known(rows, all_measurements)
-    among = "feasible" if known is rows else "measured"
-    choice = choose(known, objective=objective, curve=curve, among=among)
-    own = next(measurements for measurements in all_measurements if measurements.type == choice.prediction.type)
-    spec = own.part.spec
-    told = [f"{measurements.prefix}{text}" for measurements in all_measurements for text in _told(measurements)]
+    choosable = _choosable_offers(rows, all_measurements)
+    among = "feasible" if choosable is rows else "measured"
+    choice = choose(choosable, objective=objective, curve=curve, among=among)
+    choice_measurements = next(
+        measurements for measurements in all_measurements if measurements.type == choice.prediction.type
+    )
+    spec = choice_measurements.part.spec
+    warnings_told = [
+        f"{measurements.prefix}{text}"
+        for measurements in all_measurements
+        for text in _measurement_warnings(measurements)
+    ]
     return Recommendation(
         objective=objective,
         curve=curve,
         choice=choice.prediction,
-        reason=f"{choice.reason}{_knees(own, rows, objective, curve)}; {epochs_of(choice.prediction, own, objective)}"
-        f"{chain_words(choice.prediction, own)}",
-        rows=rows.take(listed(rows, choice, "accuracy-time" if objective == "accuracy-time" else "time")).records(),
+        reason=f"{choice.reason}{_describe_knees(choice_measurements, rows, objective, curve)}; {describe_epochs(choice.prediction, choice_measurements, objective)}"
+        f"{describe_chain(choice.prediction, choice_measurements)}",
+        rows=rows.take(
+            select_rows(rows, choice, "accuracy-time" if objective == "accuracy-time" else "time")
+        ).records(),
         candidates=int(rows.configurations().max()) + 1,
         beaten_by_none=int(rows.pareto.sum()),
         runners_up=choice.runners_up,
-        warnings=(*warnings, *told, *doubts(own.forecast, choice, limits)),
+        warnings=(*warnings, *warnings_told, *choice_warnings(choice_measurements.forecast, choice, limits)),
         currency=spec.pricing.currency,
-        price=_by_type(all_measurements, lambda one: cost.price_words(one.part.spec.pricing)),
-        fit_error=own.forecast.steps.error,
-        fit=_by_type(all_measurements, lambda one: one.forecast.steps.words),
-        power=_by_type(all_measurements, lambda one: one.forecast.power.words if one.forecast.power else ""),
-        efficiency="" if noise is None else rests_on(noise, own),
-        interruption=own.forecast.interruption(choice.prediction),
-        fallback=first_fallback(own.forecast, choice.prediction),
-        **_growing(own, choice.prediction),
-        other_market=own.other_market(choice.prediction),
+        price=_join_by_type(all_measurements, lambda one: cost.describe_price(one.part.spec.pricing)),
+        fit_error=choice_measurements.forecast.steps.error,
+        fit=_join_by_type(all_measurements, lambda one: one.forecast.steps.words),
+        power=_join_by_type(all_measurements, lambda one: one.forecast.power.words if one.forecast.power else ""),
+        efficiency="" if noise is None else describe_noise_basis(noise, choice_measurements),
+        interruption=choice_measurements.forecast.describe_interruption(choice.prediction),
+        fallback=first_fallback(choice_measurements.forecast, choice.prediction),
+        **_growth_fields(choice_measurements, choice.prediction),
+        other_market=choice_measurements.other_market(choice.prediction),
         created_at=now,
     )
 
 
-def _growing(own: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
+def _growth_fields(measurements: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
     """Return what grows, as fields of an answer: texts that are longer, and the batch of the choice, with what it may cost."""
-    lengths, growth = at_lengths(own)
-    stages = own.forecast.trainings.stages.stages(Config(choice.nodes, choice.batch))
-    written = in_epochs(stages, own.forecast.dataset_size)
-    beside = beside_a_ramp(own.forecast, choice)
-    told = [stage_words(written), nodes_words(choice), decay_words(own.forecast.spec, beside), beside_words(beside)]
-    ramp = ". ".join(filter(None, told))
-    accuracy = kept(own.part.run, own.part.spec, batch=choice.batch)
-    fields = {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": beside}
+    lengths, growth = predict_lengths(measurements)
+    stages = measurements.forecast.trainings.stages.stage_positions(Config(choice.nodes, choice.batch))
+    written = with_epochs(stages, measurements.forecast.dataset_size)
+    alternatives = ramp_alternatives(measurements.forecast, choice)
+    sentences = [
+        describe_stages(written),
+        describe_stage_nodes(choice),
+        describe_decay_savings(measurements.forecast.spec, alternatives),
+        describe_alternatives(alternatives),
+    ]
+    ramp = ". ".join(filter(None, sentences))
+    accuracy = accuracy_evidence(measurements.part.run, measurements.part.spec, batch=choice.batch)
+    fields = {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": alternatives}
     return {**fields, "accuracy": accuracy}
 
 
-def _knees(own: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:
-    line = rows.take((rows.type == own.type) & (rows.market == "on_demand"))
-    gpus = own.forecast.spec.cluster.gpus_per_node
-    return knees_left_open(own.forecast.steps, line, gpus_per_node=gpus, curve=curve) if objective == "knee" else ""
+def _describe_knees(measurements: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:
+    line = rows.take((rows.type == measurements.type) & (rows.market == "on_demand"))
+    gpus = measurements.forecast.spec.cluster.gpus_per_node
+    return (
+        knees_left_open(measurements.forecast.steps, line, gpus_per_node=gpus, curve=curve)
+        if objective == "knee"
+        else ""
+    )
 
 
-def _by_type(all_measurements: Sequence[TypeMeasurements], words: Callable[[TypeMeasurements], str]) -> str:
+def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callable[[TypeMeasurements], str]) -> str:
     """Return what is to be said of the types of nodes, a line each; those of which nothing is are left out."""
-    return "\n".join(f"{one.prefix}{told}" for one in all_measurements if (told := words(one)))
+    return "\n".join(
+        f"{measurements.prefix}{text}" for measurements in all_measurements if (text := describe(measurements))
+    )
 
 
-def _known(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
+def _choosable_offers(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
     """Return what may be chosen: of nodes where ranks are held up what was measured, if anything was."""
     doubtful = [measurements.type for measurements in all_measurements if measurements.forecast.held_up]
-    known = rows.measured | ~np.isin(rows.type, doubtful)
-    return rows.take(known) if doubtful and known.any() else rows
+    is_known = rows.measured | ~np.isin(rows.type, doubtful)
+    return rows.take(is_known) if doubtful and is_known.any() else rows
 
 
-def _told(measurements: TypeMeasurements) -> list[str]:
-    missing = state_of_the_probes(measurements.results, measurements.unknown, pending=measurements.pending)
-    look = measurements.part.run.read()
+def _measurement_warnings(measurements: TypeMeasurements) -> list[str]:
+    missing = probe_warnings(measurements.results, measurements.unknown, pending=measurements.pending)
+    snapshot = measurements.part.run.read()
     return [
         *missing,
-        *disturbed_probes(look.attempts),
+        *warn_disturbed_probes(snapshot.attempts),
         *measurements.forecast.warnings,
-        *look.job_warnings,
-        *look.training_warnings,
+        *snapshot.job_warnings,
+        *snapshot.training_warnings,
     ]

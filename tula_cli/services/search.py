@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.choice.grid import Config, Limit, candidates, highest
-from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, ruled_out
+from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, smallest_ruled_out
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from tula_cli.models.forecast import Forecast
     from tula_cli.models.observations import OtherSizes
 
-_WEIGHED = 100
+_MAX_WEIGHED = 100
 """Configurations that are weighed against each other for each of time and cost."""
 
 ByNodes = Mapping[int, Sequence[int]]
 """Number of nodes (ascending) to local batches (ascending); no entry is empty."""
 
 
-def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
+def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
     """Return what the spec's strategy measures: number of nodes to ascending local batches.
 
     Of `adaptive` it is the first round, of `auto` a sweep (`profiling.worth.with_strategy` decides between them). A number of nodes on which no batch is feasible is left out.
@@ -45,18 +45,18 @@ def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[
     Raises:
         Infeasible: no batch is feasible on any number of nodes; names the bound.
     """
-    found = feasible(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
-    by_nodes = _by_nodes(spec, found)
+    candidates = feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    by_nodes = _by_nodes(spec, candidates)
     strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
     if strategy == "adaptive":
-        chosen = _start(by_nodes, whole_steps=_whole_steps(spec, ()))
+        chosen = _adaptive_start(by_nodes, whole_steps=_times_whole_steps(spec, ()))
     else:
         chosen = STRATEGIES[strategy](by_nodes)
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
 
 
-def _by_nodes(spec: JobSpec, found: Iterable[Config]) -> dict[int, tuple[int, ...]]:
-    return grouped((config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in found)
+def _by_nodes(spec: JobSpec, candidates: Iterable[Config]) -> dict[int, tuple[int, ...]]:
+    return group_by_nodes((config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in candidates)
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,22 @@ def next_round(
     from tula_cli.models.forecast import Forecast  # numpy and more: of no use to the other strategies
     from tula_cli.models.observations import OtherSizes
 
-    found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
-    known = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
+    candidates = feasible_candidates(
+        spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection)
+    )
+    results_by_config = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
     ooms = [(r.nodes, r.local_batch) for r in results if isinstance(r, OutOfMemory)]
     gpus, sharded = spec.cluster.gpus_per_node, spec.train.sharded
-    fitting = {c for c in found if not ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)}
+    fitting = {c for c in candidates if not smallest_ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)}
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
     measured = [result for result in results if isinstance(result, Measured)]
-    start = adaptive.first(_by_nodes(spec, fitting or found).items(), whole_steps=_whole_steps(spec, measured))
-    if missing := [probe for probe in start if probe not in known]:
+    start = adaptive.first(
+        _by_nodes(spec, fitting or candidates).items(), whole_steps=_times_whole_steps(spec, measured)
+    )
+    if missing := [probe for probe in start if probe not in results_by_config]:
         reasons = [f"{place(*probe)}: one of those to start from" for probe in missing]
-        return Round(grouped(missing), tuple(reasons), "")
+        return Round(group_by_nodes(missing), tuple(reasons), "")
     forecast = Forecast.from_results(
         spec,
         results,
@@ -116,9 +120,9 @@ def next_round(
         attempts=attempts,
         trained=trained,
         calibration=calibration or Calibration(),
-        others=others or OtherSizes(),
+        other_sizes=others or OtherSizes(),
     )
-    rows = _weighed(forecast, fitting)
+    rows = _select_weighed(forecast, fitting)
     if not rows:
         raise BadMeasurements("the probes tell no configuration's step time", "use search.strategy: sweep")
     proposal = adaptive.propose(
@@ -128,10 +132,10 @@ def next_round(
         widened=forecast.calibration.step,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
-    return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+    return Round(group_by_nodes(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
 
 
-def _whole_steps(spec: JobSpec, measured: Iterable[Measured]) -> bool:
+def _times_whole_steps(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     """Return whether probes time whole steps alone; before any has told, whether that is to be expected of the job."""
     together = [probe for probe in measured if probe.nodes * probe.gpus_per_node > 1]
     if not together:
@@ -139,7 +143,7 @@ def _whole_steps(spec: JobSpec, measured: Iterable[Measured]) -> bool:
     return all(probe.compute_time is None for probe in together)
 
 
-def _weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ...]:
+def _select_weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ...]:
     """Return what is weighed, fastest first: of many configurations the fastest and the cheapest of each batch, and those that
     were measured. What they cost to weigh against each other grows with the square of their number.
     """
@@ -148,10 +152,10 @@ def _weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ..
     from tula_cli.models.choice.grid import configs
     from tula_cli.models.choice.objective import best_few
 
-    rows = forecast.table(*forecast.known()).ordered()
+    rows = forecast.table(*forecast.known_candidates()).ordered()
     rows = rows.take([config in fitting for config in configs(rows.nodes, rows.batch)])
     worth = rows.measured.copy()
-    worth[np.union1d(best_few(rows, "time", most=_WEIGHED), best_few(rows, "cost", most=_WEIGHED))] = True
+    worth[np.union1d(best_few(rows, "time", most=_MAX_WEIGHED), best_few(rows, "cost", most=_MAX_WEIGHED))] = True
     return rows.take(worth).records()
 
 
@@ -171,22 +175,22 @@ def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
         probe_seconds=row.nodes * search.probe_seconds(row.step_time),
         job_seconds=row.nodes * (start + forecast.shutdown),
         measured=row.step_time if row.measured else None,
-        doubt=_doubt(forecast, row),
+        doubt=_reducible_deviation(forecast, row),
     )
 
 
-def _doubt(forecast: "Forecast", row: Prediction) -> float:
+def _reducible_deviation(forecast: "Forecast", row: Prediction) -> float:
     """Return the standard deviation of ln of a step time beyond that from one job to the next, which no probe makes less."""
     from tula_cli.models.choice.objective import INTERVAL
 
     if not row.step_low or not row.step_high:
         return 0.0
     gpus, widened = forecast.spec.cluster.gpus_per_node, forecast.calibration.step
-    (repeats,) = widened * forecast.steps.repeats([row.nodes], [gpus], [row.local_batch])
+    (repeats,) = widened * forecast.steps.repeat_deviation([row.nodes], [gpus], [row.local_batch])
     return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
 
 
-def grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+def group_by_nodes(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
     """Return probes (nodes, local batch) by number of nodes, both ascending."""
     by_nodes: dict[int, list[int]] = {}
     for nodes, local_batch in sorted(chosen):
@@ -204,24 +208,26 @@ def largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
         return None
     from tula_cli.models.memory import memory
 
-    model = memory.fit(inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.sharded)
+    model = memory.fit_memory_model(inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.sharded)
     capacity, margin, gpus = inspection.capacity, spec.search.memory_margin, spec.cluster.gpus_per_node
     if not model.sharded:
         return model.largest_local_batch(capacity, margin=margin)
-    return {nodes: model.on(nodes * gpus).largest_local_batch(capacity, margin=margin) for nodes in spec.search.nodes}
+    return {
+        nodes: model.for_ranks(nodes * gpus).largest_local_batch(capacity, margin=margin) for nodes in spec.search.nodes
+    }
 
 
-def feasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> list[Config]:
+def feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> list[Config]:
     """Return the candidates within all bounds, ordered by nodes, then batch.
 
     Raises:
         Infeasible: there is none; names the bound.
     """
     largest = min(dataset_size, spec.search.max_batch or dataset_size)
-    found = _candidates(spec, max_batch=largest, max_local_batch=max_local_batch)
-    if not found:
-        raise _infeasible(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
-    return found
+    candidates = _candidates(spec, max_batch=largest, max_local_batch=max_local_batch)
+    if not candidates:
+        raise _infeasible_error(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    return candidates
 
 
 def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> list[Config]:
@@ -236,7 +242,7 @@ def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> lis
     )
 
 
-def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
+def _infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
     """Name the bound that leaves nothing: the dataset, the division among the GPUs, or memory."""
     search, slurm = spec.search, spec.cluster.slurm or Slurm()
     if not any(map(slurm.longest, search.nodes)):
@@ -267,17 +273,17 @@ def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> 
     )
 
 
-def _full(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _full_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Every candidate."""
     return {nodes: set(local_batches) for nodes, local_batches in by_nodes.items()}
 
 
-def _partial(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _partial_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """The four corners: smallest and largest batch on the fewest and on the most nodes."""
     return {nodes: {by_nodes[nodes][0], by_nodes[nodes][-1]} for nodes in (min(by_nodes), max(by_nodes))}
 
 
-def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
+def _sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Every batch on the fewest nodes, the smallest on the others, and the one in the middle and the largest on the most.
 
     Around the middle compute and synchronisation take over from each other. The largest shows how much of the synchronisation
@@ -315,20 +321,20 @@ def _two(by_nodes: ByNodes) -> dict[int, set[int]]:
     return {min(by_nodes): {local_batches[0], _middle(local_batches)}}
 
 
-def _start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
+def _adaptive_start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
     """The first round of `next_round`."""
     from tula_cli.models.choice.adaptive import first
 
     start = first(by_nodes.items(), whole_steps=whole_steps)
-    return {nodes: set(local_batches) for nodes, local_batches in grouped(start).items()}
+    return {nodes: set(local_batches) for nodes, local_batches in group_by_nodes(start).items()}
 
 
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
-    "full": _full,
-    "partial": _partial,
-    "sweep": _sweep,
+    "full": _full_search,
+    "partial": _partial_search,
+    "sweep": _sweep_search,
     "five": _five,
-    "adaptive": _start,
+    "adaptive": _adaptive_start,
     "few": _few,
     "two": _two,
 }

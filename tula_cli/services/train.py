@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
 from tula_cli.cluster.scheduling.chains import nodes_of_links
 from tula_cli.cluster.slurm import first_job
-from tula_cli.cluster.stopping.full_disk import let_go
+from tula_cli.cluster.stopping.full_disk import release_held_jobs
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches, check_divides
-from tula_cli.models.cost import price_words
+from tula_cli.models.cost import describe_price
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
-from tula_cli.models.overheads import queue_wait
-from tula_cli.models.ramp.by_noise import continued, put_off
-from tula_cli.models.ramp.stage_nodes import check_stages, parts_on, stages_worth_of, with_nodes
-from tula_cli.run.code import behind, choose, snapshot
+from tula_cli.models.overheads import median_queue_wait
+from tula_cli.models.ramp.by_noise import apply_decisions, continue_stages
+from tula_cli.models.ramp.stage_nodes import batch_divisor, check_stages, stage_objective_of, task_on_stage_nodes
+from tula_cli.run.code import choose_code, describe_user_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
-from tula_cli.run.jobfile import adopt
+from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
@@ -31,28 +31,32 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
-from tula_cli.services.profiling.allowed_nodes import require_allowed
+from tula_cli.services.profiling.allowed_nodes import require_allowed_nodes
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
-from tula_cli.services.progress.ending import report, require_found
-from tula_cli.services.recommendation.beyond.account_balance import Carry, balance_for, require_carried
+from tula_cli.services.progress.ending import load_summary, require_known_job
+from tula_cli.services.recommendation.beyond.account_balance import BalanceCheck, check_balance_of_task, require_balance
 from tula_cli.services.recommendation.beyond.other_sizes import recommended_by
 from tula_cli.services.recommendation.beyond.queue_waits import as_chosen as with_its_limit
 from tula_cli.services.recommendation.beyond.queue_waits import first_bound
-from tula_cli.services.recommendation.beyond.site_charges import billed
-from tula_cli.services.recommendation.continuing import left_behind, moved, require_stopped
-from tula_cli.services.recommendation.gradient_noise_of import planned_stages
-from tula_cli.services.recommendation.measured import as_recommended
-from tula_cli.services.recommendation.saves import cost_of_interruption
+from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
+from tula_cli.services.recommendation.continuing import (
+    continue_training,
+    describe_interrupted_training,
+    require_stopped,
+)
+from tula_cli.services.recommendation.gradient_noise_of import plan_stages
+from tula_cli.services.recommendation.measured import forecast_of_recommendation
+from tula_cli.services.recommendation.saves import describe_interruption_cost
 from tula_cli.services.rehearsal import before_training
-from tula_cli.services.rehearsal.rehearse import beyond_what_is_left
+from tula_cli.services.rehearsal.rehearse import describe_cap_exceeded
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
     WaitPolicy,
-    allow,
-    doubts_of_new,
     interruption_of_jobs,
-    wait_for,
+    require_confirmed,
+    wait_for_jobs,
+    warn_new_jobs,
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
@@ -72,11 +76,11 @@ class TrainPlan:
     interruption: str = ""  # what one costs a script, in words
     rehearses: bool = False  # a rehearsal of the script's resume comes first
     wait_bound: float | None = None  # seconds, of its first job; None where the queue was not asked
-    balance: Carry | None = None  # of the account that pays; None where the price is not what SLURM bills
+    balance: BalanceCheck | None = None  # of the account that pays; None where the price is not what SLURM bills
     ends: ExpectedEnd | None = None  # where train.until is expected to end it; None where nothing tells
 
 
-def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
+def part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
     """Return the part of a job to train and what is recommended there; the whole job where it names no node types.
 
     Args:
@@ -88,28 +92,28 @@ def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recom
         BadMeasurements: there are types, but none is given or recommended.
         SpecError: there is no such type.
     """
-    found = run.recommendation()
+    recommendation = run.recommendation()
     if spec.types and node_type is None:
-        if found is None:
+        if recommendation is None:
             raise BadMeasurements(
                 f"{run.id} has no recommendation, and --type not given",
                 "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
             )
-        node_type = found.choice.type
+        node_type = recommendation.choice.type
     (chosen,) = run.parts(spec, node_type)
-    if found is None or found.choice.type != (chosen.type or ""):
-        found = chosen.run.recommendation()
-    return chosen, found
+    if recommendation is None or recommendation.choice.type != (chosen.type or ""):
+        recommendation = chosen.run.recommendation()
+    return chosen, recommendation
 
 
-def plan(
+def plan_training(
     run: RunDir,
     spec: JobSpec,
     *,
     nodes: int | None = None,
     batch: int | None = None,
     recommendation: Recommendation | None = None,
-    others: OtherSizes = NO_OTHER_SIZES,
+    other_sizes: OtherSizes = NO_OTHER_SIZES,
     inspect: Callable[[JobSpec], Inspection],
 ) -> TrainPlan:
     """Decide nodes and batch: those given, else the recommended ones.
@@ -135,96 +139,96 @@ def plan(
             f"{run.id} has no recommendation, and {'--batch' if nodes else '--nodes and --batch'} not given",
             "run tula recommend, which says why where it leaves something out; or name both: tula train --nodes N --batch B",
         )
-    source = _source(recommendation, [word for word, value in (("nodes", nodes), ("batch", batch)) if value])
+    source = _describe_source(recommendation, [name for name, value in (("nodes", nodes), ("batch", batch)) if value])
     if choice is not None:
         nodes, batch = nodes or choice.nodes, batch or choice.batch
     assert nodes is not None
     assert batch is not None
-    check_divides(batch, parts_on(spec, nodes))
-    require_allowed(spec, nodes)
-    code = _code(run, spec, nodes, batch)
+    check_divides(batch, batch_divisor(spec, nodes))
+    require_allowed_nodes(spec, nodes)
+    code = _code_to_train(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
-    rungs = _ladder(run, spec, nodes, batch, recommendation, others)
-    task = _task(with_its_limit(spec, choice if as_chosen else None), nodes, batch, code, rungs)
-    task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
+    rungs = _fallback_rungs(run, spec, nodes, batch, recommendation, other_sizes)
+    task = _train_task(with_its_limit(spec, choice if as_chosen else None), nodes, batch, code, rungs)
+    task = continue_training(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
-        task = _staged(run, task, newest, recommendation if as_chosen else None, _dataset_size(run, spec, inspect))
+        task = _with_stages(run, task, newest, recommendation if as_chosen else None, _dataset_size(run, spec, inspect))
     step = task.prediction.step_time if task.prediction else None
     return TrainPlan(
-        task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,
+        task=_resume_task(newest, task) if newest and newest.attempt >= task.attempt else task,
         prediction=task.prediction,
         source=source,
         finished=run.training(task.signature).summary() is not None,
         resumes=run.training(task.signature).newest_samples() or None,
         code=code,
-        price=price_words(spec.pricing),
+        price=describe_price(spec.pricing),
         wait_bound=first_bound(recommendation, nodes=nodes, batch=batch),
-        interruption=cost_of_interruption(run, spec, batch=batch, step_time=step),
+        interruption=describe_interruption_cost(run, spec, batch=batch, step_time=step),
     )
 
 
-def _staged(
+def _with_stages(
     run: RunDir, task: TrainTask, newest: TrainTask | None, recommended: Recommendation | None, size: int
 ) -> TrainTask:
     """Return a task that begins, or goes on elsewhere, with its stages, where it fits the dataset of so many samples."""
     spec, nodes, batch = task.spec, task.nodes, task.batch
-    _check_size(spec, nodes, batch, size)
-    stages = planned_stages(run, spec, nodes, batch, size, recommended=recommended)
-    stages, training = continued(newest.stages if newest else (), stages), run.training(task.signature)
+    _require_size(spec, nodes, batch, size)
+    stages = plan_stages(run, spec, nodes, batch, size, recommended=recommended)
+    stages, training = continue_stages(newest.stages if newest else (), stages), run.training(task.signature)
     if decisions := training.stage_decisions():  # of a training that goes on elsewhere
-        stages = put_off(stages, decisions, total=size * spec.train.epochs, size=size)
-    return with_nodes(task.model_copy(update={"stages": stages}), samples=training.newest_samples())
+        stages = apply_decisions(stages, decisions, total=size * spec.train.epochs, size=size)
+    return task_on_stage_nodes(task.model_copy(update={"stages": stages}), samples=training.newest_samples())
 
 
-def _source(recommendation: Recommendation | None, given: Sequence[str]) -> str:
+def _describe_source(recommendation: Recommendation | None, given_names: Sequence[str]) -> str:
     """Say where nodes and batch come from: which recommendation, or `given`, the words for those that were given."""
-    if recommendation is None or len(given) == 2:
+    if recommendation is None or len(given_names) == 2:
         return "as given"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(recommendation.created_at))
     recommended = f"as recommended ({recommendation.criteria}; {when})"
-    return f"{given[0]} as given, the rest {recommended}" if given else recommended
+    return f"{given_names[0]} as given, the rest {recommended}" if given_names else recommended
 
 
-def _again(newest: TrainTask, wanted: TrainTask) -> TrainTask:
+def _resume_task(newest: TrainTask, requested: TrainTask) -> TrainTask:
     """Return the newest task with what the user says now; loader processes stay reduced unless they say otherwise."""
-    changed = wanted.spec.train.workers != newest.spec.train.workers
-    workers = wanted.workers if changed else newest.workers
-    return newest.model_copy(update={"spec": wanted.spec, "workdir": wanted.workdir, "workers": workers})
+    changed = requested.spec.train.workers != newest.spec.train.workers
+    workers = requested.workers if changed else newest.workers
+    return newest.model_copy(update={"spec": requested.spec, "workdir": requested.workdir, "workers": workers})
 
 
-def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
+def _code_to_train(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
     """Return the code to train: what is there now, also where the run was measured with other code."""
-    code = choose(run, spec, Path.cwd(), keep=False)
+    code = choose_code(run, spec, Path.cwd(), keep=False)
     signature = train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     for digest in run.code_digests() - {code.digest}:
         earlier = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, code.weights))
         samples = run.training(earlier).newest_samples()
         if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
-            told = (
-                f"training {earlier} stands at {samples} samples, but {behind(spec)} was another then: this is a"
+            warning = (
+                f"training {earlier} stands at {samples} samples, but {describe_user_code(spec)} was another then: this is a"
                 " training of its own, from the beginning (with the code as it was, the same command goes on there)"
             )
-            code = dataclasses.replace(code, warnings=(*code.warnings, told))
+            code = dataclasses.replace(code, warnings=(*code.warnings, warning))
     return code
 
 
 def _dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
     measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
-    return next(measured, None) or first_job.or_told(inspect, run)(spec).dataset_size
+    return next(measured, None) or first_job.inspect_with_stored(inspect, run)(spec).dataset_size
 
 
-def _check_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> None:
+def _require_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> None:
     if batch > dataset_size:
         raise SpecError(
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
             f"the largest power-of-two batch with a step in it is {1 << (dataset_size.bit_length() - 1)}",
         )
-    halving.check_size(spec, batch=batch, dataset_size=dataset_size)
+    halving.require_tuning_samples(spec, batch=batch, dataset_size=dataset_size)
     check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
 
 
-def _task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:
+def _train_task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:
     signature = train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     job = f"train-{signature}"
     return TrainTask(
@@ -240,23 +244,23 @@ def _task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Run
     )
 
 
-def _ladder(
-    run: RunDir, spec: JobSpec, nodes: int, batch: int, recommended: Recommendation | None, others: OtherSizes
+def _fallback_rungs(
+    run: RunDir, spec: JobSpec, nodes: int, batch: int, recommended: Recommendation | None, other_sizes: OtherSizes
 ) -> tuple[Rung, ...]:
     """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
-    chosen, by = recommended and recommended.choice, stages_worth_of(recommended)
+    chosen, by = recommended and recommended.choice, stage_objective_of(recommended)
     market: Market = chosen.market if chosen and (chosen.nodes, chosen.batch) == (nodes, batch) else "on_demand"
     with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
-        queue = queue_wait(run.jobs(), run.attempts())
-        forecast = dataclasses.replace(as_recommended(run, spec, others), stages_by=by, queue=queue)
-        if found := forecast.ladder(nodes, batch, market=market):
-            return found
-    parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
-    smaller = [b for b in batches(spec.search.min_batch, batch) if b < batch and b % parts == 0]
+        queue = median_queue_wait(run.jobs(), run.attempts())
+        forecast = dataclasses.replace(forecast_of_recommendation(run, spec, other_sizes), stages_by=by, queue=queue)
+        if rungs := forecast.fallback_rungs(nodes, batch, market=market):
+            return rungs
+    divisor = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
+    smaller = [b for b in batches(spec.search.min_batch, batch) if b < batch and b % divisor == 0]
     return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
 
 
-def start(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") -> str:
+def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") -> str:
     """Submit the training job, with the user's code copied; one under way is left alone. Returns its id.
 
     `after` is the job of a rehearsal that it has to wait for. Raises DiskFull where the last attempt ended of that and
@@ -264,14 +268,14 @@ def start(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") 
     """
     task = plan.task
     with submitting(run):
-        let_go(run, task)
-        if under_way(run, launcher, [task.job]):
-            if run.cancelled(task.job):
+        release_held_jobs(run, task)
+        if unfinished_jobs(run, launcher, [task.job]):
+            if run.is_cancelled(task.job):
                 raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
             require_stopped(run, task)
         else:
             run.uncancel(task.job)
-            run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code), "after": after}))
+            run.write_task(task.model_copy(update={"code": take_snapshot(run, task.spec, plan.code), "after": after}))
             run.write_job(launcher.submit(run, task).model_copy(update={"wait_bound": plan.wait_bound}))
     return task.job
 
@@ -291,14 +295,14 @@ class PreparedTraining:
     within_balance: bool = False  # refused where the account's balance does not suffice
 
     @property
-    def by_script(self) -> before_training.Training:
+    def by_script(self) -> before_training.TrainingStart:
         """What a rehearsal of its script's resume needs to know."""
-        found = self.plan
-        over = beyond_what_is_left(self.run, self.spec) if self.spec.script is not None else ""
-        return before_training.Training(self.part, found.task, found.code, found.prediction, self.rehearse, over)
+        plan = self.plan
+        over = describe_cap_exceeded(self.run, self.spec) if self.spec.script is not None else ""
+        return before_training.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.rehearse, over)
 
 
-def prepare(
+def prepare_training(
     run: RunDir,
     spec: JobSpec,
     inspect: Callable[[JobSpec], Inspection],
@@ -324,30 +328,47 @@ def prepare(
     Raises:
         BadMeasurements, SpecError: as `part` and `plan`.
     """
-    spec = billed(spec, run.path.parent)
-    own, recommendation = part(run, spec, node_type)
-    if own.type is not None:
-        yield Note(f"node type {own.type}")
-    others, unknown = recommended_by(own, recommendation)
-    found = plan(
-        own.run, own.spec, nodes=nodes, batch=batch, recommendation=recommendation, others=others, inspect=inspect
+    spec = with_site_billing(spec, run.path.parent)
+    part, recommendation = part_to_train(run, spec, node_type)
+    if part.type is not None:
+        yield Note(f"node type {part.type}")
+    other_sizes, unknown = recommended_by(part, recommendation)
+    plan_found = plan_training(
+        part.run,
+        part.spec,
+        nodes=nodes,
+        batch=batch,
+        recommendation=recommendation,
+        other_sizes=other_sizes,
+        inspect=inspect,
     )
-    for text in (*unknown, *found.code.warnings, left_behind(own.run, found.task), own.spec.cluster.collective_warning):
+    for text in (
+        *unknown,
+        *plan_found.code.warnings,
+        describe_interrupted_training(part.run, plan_found.task),
+        part.spec.cluster.collective_warning,
+    ):
         if text:
             yield WarningEvent(text)
-    ready = PreparedTraining(run, spec, own, found, rehearse, within_balance)
-    ends = expected_end(own.run, found.task, code=found.code.digest)
-    left = 1.0
-    if found.resumes is not None:
-        left -= found.resumes / (_dataset_size(own.run, own.spec, inspect) * own.spec.train.epochs_at_most)
-    balance = None if found.finished else balance_for(found.task, left=max(0.0, left))
+    ready = PreparedTraining(run, spec, part, plan_found, rehearse, within_balance)
+    ends = expected_end(part.run, plan_found.task, code=plan_found.code.digest)
+    remaining_share = 1.0
+    if plan_found.resumes is not None:
+        remaining_share -= plan_found.resumes / (
+            _dataset_size(part.run, part.spec, inspect) * part.spec.train.epochs_at_most
+        )
+    balance = (
+        None
+        if plan_found.finished
+        else check_balance_of_task(plan_found.task, remaining_share=max(0.0, remaining_share))
+    )
     if balance is not None and balance.lacking and not within_balance:
         yield WarningEvent(balance.lacking)
-    told = dataclasses.replace(found, rehearses=ready.by_script.due, ends=ends, balance=balance)
-    return dataclasses.replace(ready, plan=told)
+    plan = dataclasses.replace(plan_found, rehearses=ready.by_script.is_test_due, ends=ends, balance=balance)
+    return dataclasses.replace(ready, plan=plan)
 
 
-def work(
+def run_training(
     training: PreparedTraining, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
 ) -> Work[Summary | DetachedJobs]:
     """Train, or attach to the training where it is under way.
@@ -366,27 +387,29 @@ def work(
         OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: it has ended so.
         SchedulerError: it was refused.
     """
-    found, own = training.plan, training.part
-    if found.finished:
+    plan, part = training.plan, training.part
+    if plan.finished:
         yield Note("this training run is finished already")
-        return report(own.run, found.task.signature)
-    launcher = dependencies.launcher_for(own.spec)
-    going_on = under_way(own.run, launcher, [found.task.job])
+        return load_summary(part.run, plan.task.signature)
+    launcher = dependencies.launcher_for(part.spec)
+    going_on = unfinished_jobs(part.run, launcher, [plan.task.job])
     if not going_on:
         if training.within_balance:
-            require_carried(found.balance)
-        planned = TrainPlanned(found, nodes_of_links(found.task))
+            require_balance(plan.balance)
+        planned = TrainPlanned(plan, nodes_of_links(plan.task))
         yield planned
-        allow(dependencies.confirm, planned)
-    adopt(training.run, training.spec, [own], file)
-    after = "" if going_on else (yield from before_training.prepared(training.by_script, launcher, wait_policy))
+        require_confirmed(dependencies.confirm, planned)
+    save_job(training.run, training.spec, [part], file)
+    after = (
+        "" if going_on else (yield from before_training.test_resume_if_due(training.by_script, launcher, wait_policy))
+    )
     try:
-        jobs = (start(own.run, found, launcher, after=after),)
-        if not wait_policy.waits(own.spec):
-            yield from doubts_of_new(own.run, launcher, jobs, going_on, own.spec)
+        jobs = (submit_training(part.run, plan, launcher, after=after),)
+        if not wait_policy.should_wait(part.spec):
+            yield from warn_new_jobs(part.run, launcher, jobs, going_on, part.spec)
             return DetachedJobs(jobs, tuple(going_on))
-        now = yield from wait_for(own.run, launcher, jobs, wait_policy)
+        run_status = yield from wait_for_jobs(part.run, launcher, jobs, wait_policy)
     except KeyboardInterrupt:
-        raise interruption_of_jobs(own.run, [(own, launcher)], wait_policy) from None
-    require_found(now, found.task.job)
-    return report(own.run, found.task.signature)
+        raise interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
+    require_known_job(run_status, plan.task.job)
+    return load_summary(part.run, plan.task.signature)

@@ -19,7 +19,7 @@ from tula_cli.services.progress import job_status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
 
-ENDED_BADLY = ("lost", "held", "failed", "diverged", "cancelled")
+FAILED_STATES = ("lost", "held", "failed", "diverged", "cancelled")
 FIRST_JOB = "the job that builds the model and the dataset"
 
 
@@ -41,7 +41,7 @@ class WaitPolicy:
     cancel_on_interrupt: bool = False
     clock: Callable[[], float] = time.monotonic
 
-    def waits(self, spec: JobSpec) -> bool:
+    def should_wait(self, spec: JobSpec) -> bool:
         """Return whether to wait for jobs of this cluster."""
         return spec.cluster.kind == "local" if self.wait is None else self.wait
 
@@ -50,8 +50,8 @@ class WaitPolicy:
         if self.cancel_on_interrupt:
             parts = tuple(parts)
             launchers = {part.name: launcher for part, launcher in parts}
-            ended = status.cancel([part for part, _ in parts], lambda part: launchers[part.name])
-            return Interruption(f"interrupted; cancelled {', '.join(ended) or 'nothing'}")
+            cancelled = status.cancel_jobs([part for part, _ in parts], lambda part: launchers[part.name])
+            return Interruption(f"interrupted; cancelled {', '.join(cancelled) or 'nothing'}")
         return Interruption(message, hint)
 
 
@@ -63,7 +63,7 @@ class DetachedJobs:
     under_way: tuple[str, ...]  # those of them that this call did not submit
 
 
-def only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, what: str) -> Part:
+def only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, purpose: str) -> Part:
     """Return the part of a job on one type of node.
 
     Args:
@@ -77,11 +77,11 @@ def only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, what: str) -
     """
     parts = run.parts(spec, node_type)
     if len(parts) > 1:
-        raise SpecError(f"{what} is for one type of node: add --type {' or --type '.join(spec.types)}")
+        raise SpecError(f"{purpose} is for one type of node: add --type {' or --type '.join(spec.types)}")
     return parts[0]
 
 
-def allow(confirm: Callable[[Planned], bool], planned: Planned) -> None:
+def require_confirmed(confirm: Callable[[Planned], bool], planned: Planned) -> None:
     """Ask before money is spent.
 
     Raises:
@@ -91,11 +91,11 @@ def allow(confirm: Callable[[Planned], bool], planned: Planned) -> None:
         raise OverBudget("not confirmed; nothing was submitted")
 
 
-def beyond_cap(what: str, node_hours: float, cap: float | None) -> str:
+def describe_beyond_cap(subject: str, node_hours: float, cap: float | None) -> str:
     """Return in words that something may take more node-hours than the cap; empty where it may not, or there is none."""
     if cap is None or node_hours <= cap:
         return ""
-    return f"{what} may take {words.number(node_hours)} node-hours, search.max_node_hours is {cap:g}"
+    return f"{subject} may take {words.number(node_hours)} node-hours, search.max_node_hours is {cap:g}"
 
 
 def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_jobs: float = 0.0) -> None:
@@ -110,35 +110,37 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
         OverBudget: it may take more.
     """
     types = f" of all {len(node_hours)} parts (node types, lengths)" if len(node_hours) > 1 else ""
-    taken = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
-    if found := beyond_cap(" and ".join(taken), sum(node_hours) + first_jobs, cap):
+    subjects = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
+    if problem := describe_beyond_cap(" and ".join(subjects), sum(node_hours) + first_jobs, cap):
         hint = "raise it with --set search.max_node_hours=..., or lower search.max_minutes, or search fewer nodes"
-        raise OverBudget(found, hint)
+        raise OverBudget(problem, hint)
 
 
-def wait_for(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_policy: WaitPolicy) -> Work[RunStatus]:
+def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_policy: WaitPolicy) -> Work[RunStatus]:
     """Wait until jobs have ended; return how.
 
     Raises:
         Pending: the time to wait is over, they are not.
     """
-    now = None
-    watched = status.watch(run, launcher, jobs, timeout=wait_policy.timeout)
+    run_status = None
+    watched = status.watch_jobs(run, launcher, jobs, timeout=wait_policy.timeout)
     for event in beside(run, jobs, map(JobsProgress, watched)):
-        now = event.status if isinstance(event, JobsProgress) else now
+        run_status = event.status if isinstance(event, JobsProgress) else run_status
         yield event
-    assert now is not None
-    own = [job for job in now.jobs if job.id in jobs]
-    if left := [f"{job.id} ({job.state})" for job in own if job.state in job_status.ACTIVE]:
-        raise Pending(f"not over within the time to wait: {', '.join(left)}", "the same command attaches to them again")
-    told = _told_by_the_error(run)
-    for job in own:
-        if job.state in ENDED_BADLY and job.reason not in told:
+    assert run_status is not None
+    own_jobs = [job for job in run_status.jobs if job.id in jobs]
+    if unfinished := [f"{job.id} ({job.state})" for job in own_jobs if job.state in job_status.ACTIVE]:
+        raise Pending(
+            f"not over within the time to wait: {', '.join(unfinished)}", "the same command attaches to them again"
+        )
+    reported = _reported_failures(run)
+    for job in own_jobs:
+        if job.state in FAILED_STATES and job.reason not in reported:
             yield WarningEvent(f"{job.id} {job.state}: {words.first_line(job.reason)}")
-    return now
+    return run_status
 
 
-def _told_by_the_error(run: RunDir) -> set[str]:
+def _reported_failures(run: RunDir) -> set[str]:
     """Return why probes have failed, where none was measured: the error that follows says it."""
     results = run.results()
     if any(isinstance(result, Measured) for result in results):
@@ -152,14 +154,14 @@ def interruption_of_jobs(run: RunDir, parts: Iterable[tuple[Part, Launcher]], wa
     return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs go on")
 
 
-def doubts_of_new(
+def warn_new_jobs(
     run: RunDir, launcher: Launcher, jobs: Sequence[str], under_way: Sequence[str], spec: JobSpec
 ) -> Iterator[Event]:
     """Warn of jobs that will not start, of those submitted with other settings, and of variables that sbatch was not given."""
     if spec.cluster.kind == "slurm" and (names := overriding_variables(os.environ)):
         yield WarningEvent(f"not passed to sbatch, because the job file decides that: {', '.join(names)} (environment)")
-    known = [found for found in run.jobs() if found.id in jobs]
-    for id_, state in launcher.states(run.read(), known).items():
+    submitted = [job for job in run.jobs() if job.id in jobs]
+    for id_, state in launcher.states(run.read(), submitted).items():
         if state.hopeless:
             yield WarningEvent(f"{id_}: {state.reason}; tula cancel, correct the cluster section, and start again")
     tasks = {task.job: task for task in run.tasks()}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tula_cli.services.nodes import ClusterCheck
     from tula_cli.services.profiling.expectation import Expectation
     from tula_cli.services.profiling.planned_lengths import PlannedLength
-    from tula_cli.services.profiling.worth import Worth
+    from tula_cli.services.profiling.worth import SearchCost
     from tula_cli.services.rehearsal.rehearse import ResumeFinding
 
 _CHANGES = 6  # of an edited job, that are spelled out
@@ -77,11 +77,11 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
 
 def expected(found: "Expectation", *, local: bool) -> str:
     """Return in words what the probes are expected to take."""
-    time_ = f"{duration(3600 * found.hours)} one job after the other, " if local else ""
-    return f"expected {time_}{number(found.node_hours)} node-h {found.basis}"
+    time = f"{duration(3600 * found.hours)} one job after the other, " if local else ""
+    return f"expected {time}{number(found.node_hours)} node-h {found.basis}"
 
 
-def beside_training(found: "Worth") -> str:
+def beside_training(found: "SearchCost") -> str:
     """Return in words what each strategy takes beside the training."""
     shares = ", ".join(f"{name} {_share(share)}" for name, share in found.shares.items())
     return (
@@ -153,16 +153,16 @@ def hooks(path: Path) -> Iterator["RenderableType"]:
 
 def offered(site: "Site | None") -> str:
     """Return what `tula init slurm` has filled in, in words."""
-    from tula_cli.cluster.slurm.partitions import describe, with_gpus
+    from tula_cli.cluster.slurm.partitions import describe_partition, partitions_with_gpus
 
     if site is None:
         return "no scheduler answers here: the cluster section is as it comes with tula; fill it in"
     own = site.default
     if own is None:
         return f"no partition is the default: name one of {', '.join(p.name for p in site.partitions)}"
-    words = f"filled in from the scheduler: partition {describe(own)}"
-    others = [partition.name for partition in with_gpus(site.partitions) if partition is not own]
-    if others and own not in with_gpus(site.partitions):
+    words = f"filled in from the scheduler: partition {describe_partition(own)}"
+    others = [partition.name for partition in partitions_with_gpus(site.partitions) if partition is not own]
+    if others and own not in partitions_with_gpus(site.partitions):
         words += f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} GPUs"
     return words
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tula_cli.services.compare import ComparePlan
-    from tula_cli.services.comparison.accuracy import CompareReport, Row, Stat
+    from tula_cli.services.comparison.accuracy import CompareReport, ComparisonRow, SeedStatistics
 
 
 def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
@@ -24,11 +24,11 @@ def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterato
         left=(1, 7),
     )
     divisor = _plan_unit(plan)[0]
-    for place_, cell in enumerate(plan.standing.wanted, 1):
+    for place, cell in enumerate(plan.standing.wanted, 1):
         hours = plan.hours.get((cell.method, cell.batch))
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
         made.add_row(
-            str(place_),
+            str(place),
             method_label(cell.method, reference=cell.reference),
             str(cell.batch),
             str(local),
@@ -136,7 +136,7 @@ def time_column(found: "CompareReport") -> tuple[float, str]:
     return time_unit(3600 * max((row.hours or 0.0 for row in found.rows), default=0.0))
 
 
-def comparison_table(found: "CompareReport", rows: "Sequence[Row]") -> "Table":
+def comparison_table(found: "CompareReport", rows: "Sequence[ComparisonRow]") -> "Table":
     """One row a method at a batch."""
     divisor, unit = time_column(found)
     shown = [row for row in rows if row.cells]
@@ -161,7 +161,7 @@ def comparison_table(found: "CompareReport", rows: "Sequence[Row]") -> "Table":
     return made
 
 
-def spread(value: "Stat | None", digits: int) -> str:
+def spread(value: "SeedStatistics | None", digits: int) -> str:
     """Return "62.43 ± 0.86"; one seed has no spread."""
     if value is None:
         return "-"

@@ -46,7 +46,7 @@ class Live:
     def compared(self, now: "Progress") -> None:
         """Show how far a comparison is."""
         if now.problem and now.ended is not None:
-            self.screen.warn(f"{now.ended.words} failed: {first_line(now.problem)}")
+            self.screen.warn(f"{now.ended.description} failed: {first_line(now.problem)}")
 
 
 class ChangesLive(Live):
@@ -69,7 +69,7 @@ class ChangesLive(Live):
 
     def compared(self, now: "Progress") -> None:
         super().compared(now)
-        cell = "" if now.cell is None else now.cell.words
+        cell = "" if now.cell is None else now.cell.description
         self._say(
             "comparison", f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}", comparison(now)
         )
@@ -142,7 +142,7 @@ def comparison(now: "Progress") -> str:
     at_most, of_two = "at most " if now.undecided else "", f"round {now.round} of 2: " if now.round else ""
     parts = [f"{of_two}{now.done} of {at_most}{plural(now.total, 'training')} done"]
     parts += [f"{now.failed} failed"] if now.failed else []
-    parts += [f"now: {now.cell.words}"] if now.cell is not None else []
+    parts += [f"now: {now.cell.description}"] if now.cell is not None else []
     parts += [now.waits] if now.waits else []
     parts += [f"{now.running} running"] if now.cell is None and now.running else []
     parts += [f"about {duration(now.left)} left"] if now.left is not None and now.done + now.failed < now.total else []

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from tula_cli.services.profile import ProfilePlan, ProfileReport
     from tula_cli.services.profiling.early_training import EarlyNoise
     from tula_cli.services.profiling.rounds import DryRun
-    from tula_cli.services.profiling.unsettled import UnsettledPlan
+    from tula_cli.services.profiling.unsettled import UpperBoundPlan
 
 
-def all_types(plans: "Sequence[ProfilePlan | UnsettledPlan]") -> Iterator["RenderableType"]:
+def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """What measuring all parts may cost at most, where there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
@@ -28,7 +28,7 @@ def all_types(plans: "Sequence[ProfilePlan | UnsettledPlan]") -> Iterator["Rende
         yield f"all together: {at_most(None, hours, price, plans[0].currency)}"
 
 
-def plans(found: "Mapping[str | None, ProfilePlan | UnsettledPlan]") -> Iterator["RenderableType"]:
+def plans(found: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """What would be measured on each type of node and what it may cost at most."""
     yield from by_type(found, plan)
     yield from all_types(list(found.values()))
@@ -40,7 +40,7 @@ def dry_run(found: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
     yield from all_types([one.plan for one in found.values()])
 
 
-def plan(found: "ProfilePlan | UnsettledPlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+def plan(found: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """What would be measured on one type of node and what it may cost at most, then the scripts."""
     from tula_cli.services.profile import ProfilePlan
 
@@ -50,7 +50,7 @@ def plan(found: "ProfilePlan | UnsettledPlan", *, scripts: Sequence[str] = ()) -
         yield script
 
 
-def unsettled_plan(plan: "UnsettledPlan") -> Iterator["RenderableType"]:
+def unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
     """What is known before a node has built the model and the dataset: what it may cost at most."""
     if plan.why:
         yield plan.why
@@ -113,9 +113,9 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
     where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
     match row.kind:
         case "measured":
-            from tula_cli.models.time.noise import centre
+            from tula_cli.models.time.noise import trimmed_mean
 
-            step = centre(row.step_times)  # what the fit takes
+            step = trimmed_mean(row.step_times)  # what the fit takes
             times = (_ms(step), _ms(row.sync_time), _ms(row.data_wait))
             outcome = "oversubscribed" if row.oversubscribed else "measured"
             return (*where, *times, number(row.batch / step), size(row.memory.peak, byte), outcome)

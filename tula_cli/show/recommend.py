@@ -217,7 +217,7 @@ def same_progress(found: "Recommendation") -> "Table":
             str(row.nodes),
             number(progress.epochs),
             _range(progress.epochs_low, progress.epochs_high),
-            _signs(caveats.of(row), "progress_within_noise") + number(3600 * progress.hours / divisor),
+            _signs(caveats.caveats_of(row), "progress_within_noise") + number(3600 * progress.hours / divisor),
             _range(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             number(progress.cost),
             number(3600 * row.hours / divisor),
@@ -271,10 +271,10 @@ def _by(change: float, more: str, less: str) -> str:
 
 def _shown(found: "Recommendation") -> list[dict[str, "Prediction"]]:
     """Return what is worth a row: all where they are few, else the choice, runners-up, what nothing beats, what was measured."""
-    from tula_cli.services.recommendation.listed import FEW  # and numpy, which no look has time for
+    from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED  # and numpy, which no look has time for
 
     configs = _by_config(found.rows)
-    if len(configs) <= FEW and _of(found) <= FEW:
+    if len(configs) <= MAX_ROWS_LISTED and _of(found) <= MAX_ROWS_LISTED:
         return configs
     marks = _marks(found)
 
@@ -284,7 +284,7 @@ def _shown(found: "Recommendation") -> list[dict[str, "Prediction"]]:
         return worth.index(True) if any(worth) else len(worth)
 
     ranks = [rank(offers) for offers in configs]
-    best = sorted((worth, place) for place, worth in enumerate(ranks) if worth < 3)[:FEW]
+    best = sorted((worth, place) for place, worth in enumerate(ranks) if worth < 3)[:MAX_ROWS_LISTED]
     return [configs[place] for place in sorted(place for _, place in best)]
 
 
@@ -431,22 +431,22 @@ def _range(low: float | None, high: float | None) -> str:
 
 
 def _kwh(row: "Prediction | None", caveats: "Caveats") -> str:
-    return "-" if row is None else _signs(caveats.of(row), "energy_within_noise") + number(row.kwh)
+    return "-" if row is None else _signs(caveats.caveats_of(row), "energy_within_noise") + number(row.kwh)
 
 
 def _time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
     """Return the cells of a time, its interval and a cost; dashes where the limits leave none."""
     if row is None:
         return "-", "-", "-"
-    names = caveats.of(row)
-    time_ = _signs(names, "efficiency_above_110", "time_within_noise") + number(3600 * row.hours / divisor)
+    names = caveats.caveats_of(row)
+    time = _signs(names, "efficiency_above_110", "time_within_noise") + number(3600 * row.hours / divisor)
     interval = _range(*(None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high)))
-    return time_, interval, _signs(names, "cost_within_noise") + number(row.cost)
+    return time, interval, _signs(names, "cost_within_noise") + number(row.cost)
 
 
 def _spot_cells(offers: Mapping[str, "Prediction"], divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
     here, spot = offers.get("on_demand"), offers.get("spot")
-    time_, _, cost = _time_and_cost(spot, divisor, caveats)
+    time, _, cost = _time_and_cost(spot, divisor, caveats)
     if here is None or spot is None:
-        return time_, cost, "-"
-    return time_, cost, "spot" if spot.cost < here.cost else "on demand" if here.cost < spot.cost else "-"
+        return time, cost, "-"
+    return time, cost, "spot" if spot.cost < here.cost else "on demand" if here.cost < spot.cost else "-"

@@ -82,7 +82,7 @@ def status_by_type(
     yield from by_type(found, status)
     for name, charge in (charges or {}).items():
         whole = "" if charge.predicted is None else f" ({number(charge.predicted)} predicted for the whole training)"
-        yield f"{'' if name is None else f'{name}: '}SLURM's bill, {charge.words}{whole}"
+        yield f"{'' if name is None else f'{name}: '}SLURM's bill, {charge.description}{whole}"
     if chosen is not None and None not in found:
         yield ""
         yield f"recommended over all node types: {place_of(chosen.choice)}, {chosen.objective}"
@@ -228,11 +228,11 @@ def _stage(now: "StageStatus | None") -> str:
     """Return the batch that a growing one has come to, in words."""
     if now is None:
         return ""
-    from tula_cli.models.ramp.by_noise import decision_words
+    from tula_cli.models.ramp.by_noise import describe_decision
 
     told = f"now {now.batch}, stage {now.number} of {now.count}"
     told += "" if now.noise is None else f": noise scale {number(now.noise)}"
-    return f" ({told}{'' if now.coming is None else f'; {decision_words(now.coming)}'})"
+    return f" ({told}{'' if now.coming is None else f'; {describe_decision(now.coming)}'})"
 
 
 def _nodes_to_come(now: "TrainingStatus") -> str:
@@ -264,9 +264,9 @@ def evaluation(found: "Evaluated") -> str:
 
 def changes(found: "Sequence[StepChange]") -> Iterator[str]:
     """How the step time changed while it trained, a line each."""
-    from tula_cli.models.time.changes.step_change import words
+    from tula_cli.models.time.changes.step_change import describe_step_change
 
-    yield from (f"changed: {words(change)}" for change in found)
+    yield from (f"changed: {describe_step_change(change)}" for change in found)
 
 
 def scaling(mean: float, share: float) -> str:
@@ -282,11 +282,11 @@ def _tuning(now: "TuningStatus") -> str:
 
 def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
     """What each arm of a self-tuning training came to on the held-out samples, in its longest branch."""
-    from tula_cli.models.halving import ranked
+    from tula_cli.models.halving import rank_branches
 
     longest = {branch.arm: branch for branch in found}  # rungs ascend
     made = table(("arm", "rung", "epochs", "held-out\nloss", "top-1 (%)", ""), left=(0, 5))
-    order = sorted(ranked(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
+    order = sorted(rank_branches(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
     for branch in order:
         note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
         made.add_row(

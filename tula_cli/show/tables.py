@@ -115,9 +115,9 @@ def cost_in_words(node_hours: float, cost: float, currency: str) -> str:
 
 def at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
     """Return an upper bound in words: time on this machine, node-hours, price."""
-    time_ = "" if hours is None else f"{duration(3600 * hours)} one job after the other, "
+    time = "" if hours is None else f"{duration(3600 * hours)} one job after the other, "
     cost = f"{number(node_hours)} node-h" if price is None else cost_in_words(node_hours, price, currency)
-    return f"at most {time_}{cost}"
+    return f"at most {time}{cost}"
 
 
 def by_type(

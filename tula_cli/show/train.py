@@ -55,29 +55,29 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
 
     if not task.spec.train.facts.tunes:
         return
-    rungs = halving.sizes(len(halving.arms(task.spec, task.batch)))
+    rungs = halving.rung_sizes(len(halving.arms_of_training(task.spec, task.batch)))
     if not rungs:
         yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
         return
-    epochs = sum(count * halving.epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1))
+    epochs = sum(count * halving.branch_epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1))
     beside = f"{sum(rungs)} branches of {number(epochs)} epochs in all"
     yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {beside} beside the training"
 
 
 def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
     """Say how the batch grows, as far as that is known before it starts."""
-    from tula_cli.models.ramp.by_noise import settled_words, stage_words
+    from tula_cli.models.ramp.by_noise import describe_not_delayed, describe_stages
 
     if task.spec.train.stages is None:
         return
     if any(stage.noise is not None for stage in task.stages):
-        yield f"its batch grows: {stage_words(task.stages)}"
+        yield f"its batch grows: {describe_stages(task.stages)}"
         measured = task.spec.train.noise_measured
-        if measured is not None and (settled := settled_words(task.stages, measured.every)):
+        if measured is not None and (settled := describe_not_delayed(task.stages, measured.every)):
             yield settled
         return
     if task.spec.train.stages == "decay" and task.stages:
-        yield f"the decay of its learning rate is spent as batch: {stage_words(task.stages)}"
+        yield f"the decay of its learning rate is spent as batch: {describe_stages(task.stages)}"
     elif predicted is None or not predicted.stages:
         yield "its batch grows over the first epochs (train.ramp), as the log tells"
     if predicted is None or not predicted.stages:
@@ -99,9 +99,7 @@ def _early_end(plan: "TrainPlan") -> str:
         return "train.until may end it earlier; times and costs are those of all epochs"
     predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
     told = f"{duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
-    return (
-        f"{plan.ends.words}: up to epoch {plan.ends.epoch} of {epochs} it takes {told}; what follows is of all epochs"
-    )
+    return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {told}; what follows is of all epochs"
 
 
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
@@ -209,7 +207,7 @@ def summary(
     yield ""
     yield _predicted_against_actual(found, charge)
     if charge is not None:
-        yield charge.words
+        yield charge.description
     if found.actual_kwh is not None and (found.counted or 0.0) < WHOLE:
         yield f"energy was counted over {percent(found.counted)} % of the time: not while ranks start, nor up to a failure"
     yield from changes(found.changes)

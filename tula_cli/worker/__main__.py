@@ -16,10 +16,10 @@ from pathlib import Path
 
 from tula_cli.errors import DiskFull, JobFailed, TulaError
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import classify, telling_line
+from tula_cli.host.outcome import classify, find_telling_line
 from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import hold
+from tula_cli.run.files import pin_run
 from tula_cli.run.records.jobs import Failure
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.storage.shortages import shortage_of
@@ -36,18 +36,18 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
-    hold(run.path)
+    pin_run(run.path)
     try:
-        enter(task, run)
+        enter_job_folder(task, run)
         if entered is not None:
             entered()
-        _work(task, run, attempt)
+        run_task(task, run, attempt)
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever happened is written down, then we end
-        _fail(error, task, run, attempt)
+        exit_with_failure(error, task, run, attempt)
     sys.stdout.flush()
 
 
-def enter(task: Task, run: RunDir) -> None:
+def enter_job_folder(task: Task, run: RunDir) -> None:
     """Go to the folder where the job was submitted, with the code that was submitted before the code that is there.
 
     Data-loader processes take over this path, however they are started.
@@ -64,30 +64,30 @@ def enter(task: Task, run: RunDir) -> None:
         raise JobFailed(
             f"the snapshot of the code that was submitted is gone: {home}", "submit again: tula profile or tula train"
         )
-    here = Path.cwd()  # as the lookup of import strings names it
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = [*(home / root for root in snapshot.roots), *(here / root for root in (".", *snapshot.roots))]
+    folder = Path.cwd()  # as the lookup of import strings names it
+    inherited_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [*(home / root for root in snapshot.roots), *(folder / root for root in (".", *snapshot.roots))]
     # Python has read them as relative to the folder where this process was started.
-    path += [here / entry for entry in given if entry and not Path(entry).is_absolute()]
+    path += [folder / entry for entry in inherited_path if entry and not Path(entry).is_absolute()]
     sys.path[:] = dict.fromkeys([*map(str, path), *sys.path])
 
 
-def _work(task: Task, run: RunDir, attempt: int) -> None:
+def run_task(task: Task, run: RunDir, attempt: int) -> None:
     # Inside the boundary: an import that fails (a missing library on one node) is told like any other failure.
     from tula_cli.worker import device
     from tula_cli.worker import ranks as worker_ranks
     from tula_cli.worker.build.datasets import build_datasets
     from tula_cli.worker.entry import run_training
-    from tula_cli.worker.measure.node_report import look
+    from tula_cli.worker.measure.node_report import check_nodes
     from tula_cli.worker.measure.probe import run_probes
-    from tula_cli.worker.train.judging.trained import evaluate
+    from tula_cli.worker.train.judging.trained import evaluate_checkpoint
 
     if isinstance(task, CheckTask):
-        look(task, run, attempt=attempt)
+        check_nodes(task, run, attempt=attempt)
         return
     handover = run.handover_path(task.id, attempt)
-    with worker_ranks.joined(task.spec.cluster, handover=handover, listen=isinstance(task, ProbeTask)) as ranks:
-        device.configure(task.spec.train, ranks.device)
+    with worker_ranks.process_group(task.spec.cluster, handover=handover, listen=isinstance(task, ProbeTask)) as ranks:
+        device.configure_device(task.spec.train, ranks.device)
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu
         if limit is not None:
@@ -99,11 +99,11 @@ def _work(task: Task, run: RunDir, attempt: int) -> None:
             case TrainTask():
                 run_training(task, run, ranks, datasets, attempt=attempt)
             case EvaluateTask():
-                evaluate(task, run, ranks, datasets)
+                evaluate_checkpoint(task, run, ranks, datasets)
 
 
-def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
-    """Write what this rank saw and end at once: peers sit in a reduction, so nothing may wait for them."""
+def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
+    """Record what this rank saw and exit at once: its peers wait in a reduction, so nothing may wait for them."""
     from tula_cli.worker import device
 
     device.lift_memory_limit()
@@ -118,10 +118,10 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
         rank=rank,
         host=node_name(),
         pid=os.getpid(),
-        outcome=classify(text, exit_code=1, device=_device(task)),
-        message=_words_of(error, text),
+        outcome=classify(text, exit_code=1, device=_device_kind(task)),
+        message=_summarize_error(error, text),
         detail=text,
-        local_batch=_local_batch(task, run),
+        local_batch=_current_local_batch(task, run),
         shortage=shortage_of(error),
         failed_at=time.time(),
     )
@@ -136,21 +136,21 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
     os._exit(DiskFull.exit_code if failure.outcome == "disk" else 1)
 
 
-def _words_of(error: Exception, text: str) -> str:
+def _summarize_error(error: Exception, text: str) -> str:
     """Return the error in one line; where its traceback names an earlier cause that decides its class, that one."""
-    line, last = telling_line(text), _last_line(error)
+    line, last = find_telling_line(text), _last_error_line(error)
     return line if line and classify(last) != classify(text) else last
 
 
-def _last_line(error: Exception) -> str:
+def _last_error_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    told = ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
+    message = ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
     # NCCL begins with the kind of its error and tells what happened after this line.
-    last = lines.index("Last error:") + 1 if "Last error:" in lines else 0
-    return f"{told}: {lines[last]}" if 0 < last < len(lines) else told
+    first_line = lines.index("Last error:") + 1 if "Last error:" in lines else 0
+    return f"{message}: {lines[first_line]}" if 0 < first_line < len(lines) else message
 
 
-def _device(task: Task) -> str:
+def _device_kind(task: Task) -> str:
     from tula_cli.worker.device import gpu_count
 
     if task.spec.cluster.device != "auto":
@@ -158,8 +158,8 @@ def _device(task: Task) -> str:
     return "cuda" if gpu_count() else "cpu"
 
 
-def _local_batch(task: Task, run: RunDir) -> int | None:
-    """Return the local batch that was under way: of a probe job, the first one without a result."""
+def _current_local_batch(task: Task, run: RunDir) -> int | None:
+    """Return the local batch that was running: of a probe job, the first one without a result."""
     if isinstance(task, CheckTask | RehearsalTask):
         return None  # none, or that of a script
     if isinstance(task, TrainTask):

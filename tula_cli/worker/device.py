@@ -65,12 +65,12 @@ def gpu_count() -> int:
     return torch.accelerator.device_count() if kind is not None and kind.type == "cuda" else 0
 
 
-def take_gpu(device: torch.device) -> None:
+def set_current_gpu(device: torch.device) -> None:
     """Make a GPU the one that this process works on."""
     torch.accelerator.set_device_index(device)
 
 
-def gpu_id(index: int | None = None) -> str:
+def gpu_uuid(index: int | None = None) -> str:
     """Return what names a GPU alike in every process that sees it, whatever number it has there; None is this process's."""
     index = torch.accelerator.current_device_index() if index is None else index
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
@@ -86,7 +86,7 @@ def gpu_memory(device: torch.device | int = 0) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def touched() -> bool:
+def is_gpu_initialized() -> bool:
     """Return whether this process has begun to use a GPU: no fork of it could."""
     return bool(torch.cuda.is_initialized())
 
@@ -100,7 +100,7 @@ def seed_gpu(device: torch.device, seed: int) -> None:
 # --- how it computes
 
 
-def configure(train: Train, device: torch.device) -> None:
+def configure_device(train: Train, device: torch.device) -> None:
     """Have this process compute as the job says; to be called before it computes anything on the device."""
     if train.deterministic:
         # cuBLAS reads it when its first handle is made, and torch asks for it at the first product.
@@ -109,17 +109,17 @@ def configure(train: Train, device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.backends.cudnn.deterministic = train.deterministic
-    torch.backends.cudnn.benchmark = _benchmarks(train)
-    _set_tf32(wanted=train.tf32)
+    torch.backends.cudnn.benchmark = _uses_cudnn_benchmark(train)
+    _set_tf32(enabled=train.tf32)
 
 
-def _benchmarks(train: Train) -> bool:
+def _uses_cudnn_benchmark(train: Train) -> bool:
     if train.cudnn_benchmark == "auto":  # MIOpen searches for minutes
         return not train.deterministic and torch.version.hip is None
     return train.cudnn_benchmark
 
 
-def _set_tf32(*, wanted: bool) -> None:
+def _set_tf32(*, enabled: bool) -> None:
     """Allow or forbid TF32 in products and convolutions.
 
     By the older names: where the newer `fp32_precision` is set, reading an older one raises RuntimeError, and
@@ -127,11 +127,11 @@ def _set_tf32(*, wanted: bool) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*TF32")
-        torch.set_float32_matmul_precision("high" if wanted else "highest")
-        torch.backends.cudnn.allow_tf32 = wanted
+        torch.set_float32_matmul_precision("high" if enabled else "highest")
+        torch.backends.cudnn.allow_tf32 = enabled
 
 
-def wants_channels_last(train: Train, model: nn.Module, device: torch.device) -> bool:
+def should_use_channels_last(train: Train, model: nn.Module, device: torch.device) -> bool:
     """Whether images and the weights of convolutions are to lie in memory pixel by pixel.
 
     Tensor cores take them so, and would have them turned around each time. Elsewhere it is slower as often as faster, and
@@ -149,7 +149,7 @@ def wants_channels_last(train: Train, model: nn.Module, device: torch.device) ->
     return torch.cuda.get_device_capability(device) >= since
 
 
-def lay_channels_last(model: nn.Module) -> None:
+def to_channels_last(model: nn.Module) -> None:
     """Order the memory of all that has four dimensions in a model by pixels; nothing else changes."""
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         if tensor.ndim == 4:
@@ -174,11 +174,11 @@ def bring(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:
     A GPU may still be at all that was given to it before: there the copy runs beside it. The batch before this one may be
     let go from now on.
     """
-    move = partial(_moved, device=device, channels_last=channels_last)
-    return _uploads(device).bring(batch, move) if device.type == "cuda" else move(batch)
+    move = partial(_move_batch, device=device, channels_last=channels_last)
+    return _upload_stream(device).upload(batch, move) if device.type == "cuda" else move(batch)
 
 
-def _moved(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
+def _move_batch(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
 
@@ -191,7 +191,7 @@ def _moved(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
     return tree_map_only(torch.Tensor, move_image, batch)
 
 
-class Uploads:
+class UploadStream:
     """The stream in which batches come to a GPU, beside the one that computes: at most two are there at a time.
 
     A batch takes the memory of the last but one, in which the computing must be done: its copy waits for what was given
@@ -201,29 +201,29 @@ class Uploads:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self.forget()
+        self.release()
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Let go of the newest batch; the next one waits for all that the GPU has been given by then."""
         self.held: Batch | None = None
         self.before: torch.cuda.Event | None = None
 
-    def bring(self, batch: Batch, move: Callable[[Batch], Batch]) -> Batch:
+    def upload(self, batch: Batch, move: Callable[[Batch], Batch]) -> Batch:
         """Return the batch; what the GPU is given from now on waits for it."""
         computing = torch.cuda.current_stream(self.device)
-        now = computing.record_event()
-        self.stream.wait_event(self.before or now)
+        computed = computing.record_event()
+        self.stream.wait_event(self.before or computed)
         with torch.cuda.stream(self.stream):
             moved = move(batch)
         computing.wait_stream(self.stream)
-        self.held, self.before = moved, now
+        self.held, self.before = moved, computed
         return moved
 
 
 @functools.cache
-def _uploads(device: torch.device) -> Uploads:
+def _upload_stream(device: torch.device) -> UploadStream:
     """One for all loaders: what one has let go another may take."""
-    return Uploads(device)
+    return UploadStream(device)
 
 
 # --- how much it may hold
@@ -232,7 +232,7 @@ def _uploads(device: torch.device) -> Uploads:
 def limit_memory(capacity: int) -> None:
     """Let this process allocate at most `capacity` bytes more than it holds now; beyond, torch's CPU allocator fails."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = process_memory("VmData") + capacity
+    limit = read_process_memory("VmData") + capacity
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -244,8 +244,8 @@ def limit_gpu_memory(capacity: int, device: torch.device) -> None:
     torch bounds its allocator alone, so what else is in use (the context, libraries, other processes) is taken off first.
     """
     free, total = torch.cuda.mem_get_info(device)
-    beside = total - free - torch.cuda.memory_reserved(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (capacity - beside) / total)), device)
+    used_by_others = total - free - torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (capacity - used_by_others) / total)), device)
 
 
 def lift_memory_limit() -> None:
@@ -254,7 +254,7 @@ def lift_memory_limit() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def process_memory(field: str) -> int:
+def read_process_memory(field: str) -> int:
     """Return a field of /proc/self/status (VmHWM, VmRSS, VmData) in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
@@ -306,7 +306,7 @@ class MemoryMeter:
         """Drop what earlier work left behind and start a new peak."""
         gc.collect()
         if self.device.type == "cuda":
-            _uploads(self.device).forget()
+            _upload_stream(self.device).release()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             self.base = torch.cuda.memory_allocated(self.device)
@@ -315,18 +315,18 @@ class MemoryMeter:
         else:
             # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
             ctypes.CDLL(None).malloc_trim(0)
-            _forget_peak()
-            self.base, self.base_reserved = process_memory("VmRSS"), process_memory("VmData")
+            _reset_peak()
+            self.base, self.base_reserved = read_process_memory("VmRSS"), read_process_memory("VmData")
 
     def peak(self) -> tuple[int, int]:
         """Return (peak, reserved) in bytes."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - self.base
             return peak, torch.cuda.max_memory_reserved(self.device) - self.base_reserved
-        peak = max(0, process_memory("VmHWM") - self.base)
+        peak = max(0, read_process_memory("VmHWM") - self.base)
         return peak, peak
 
-    def libraries(self, capacity: int | None) -> int:
+    def library_bytes(self, capacity: int | None) -> int:
         """Return the bytes of the capacity that are taken beside all that: context, workspaces, communication buffers.
 
         On a GPU what the driver calls used, less what the allocator has taken since the reset: with another process on
@@ -342,7 +342,7 @@ class MemoryMeter:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - (torch.cuda.memory_reserved(self.device) - self.base_reserved)
 
-    def settled(self) -> None:
+    def restart_after_warmup(self) -> None:
         """Begin to count retries and the peak anew: the first steps are not like those that follow.
 
         In them the allocator may flush its cache once or twice near the limit, and cuDNN tries algorithms with all the
@@ -352,7 +352,7 @@ class MemoryMeter:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            _forget_peak()
+            _reset_peak()
         self.retries = self._retries() if self.device.type == "cuda" else 0
 
     def allocator_retries(self) -> int:
@@ -363,22 +363,22 @@ class MemoryMeter:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     """Set VmHWM to what the process holds now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def tensor_bytes(tensors: Iterable[object]) -> int:
     """Return the bytes of all tensors among the objects, of this rank's shares of divided ones; other objects count nothing."""
-    held = [share(t) for t in tensors if isinstance(t, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in held)
+    local_tensors = [share(t) for t in tensors if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in local_tensors)
 
 
 def nccl_version() -> str:
     """Return the version of torch's NCCL; empty where it has none."""
     if not dist.is_nccl_available():
         return ""
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
+    return ".".join(str(number) for number in torch.cuda.nccl.version())
 
 
 def driver_version(
@@ -386,6 +386,6 @@ def driver_version(
 ) -> str:
     """Return the version of the kernel's GPU driver, or nothing where it does not tell."""
     if nvidia.is_file():
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", nvidia.read_text(errors="replace"))
-        return found[1] if found else ""
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", nvidia.read_text(errors="replace"))
+        return match[1] if match else ""
     return amd.read_text(errors="replace").strip() if amd.is_file() else ""

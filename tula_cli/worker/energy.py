@@ -7,7 +7,7 @@ from typing import Any
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
-from tula_cli.worker.device import Clock, gpu_id
+from tula_cli.worker.device import Clock, gpu_uuid
 from tula_cli.worker.ranks import Ranks
 
 Counter = Callable[[], float | None]
@@ -23,8 +23,8 @@ class EnergyMeter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._clock = ranks, Clock(ranks.device)
-        self._gpu = gpu_id() if ranks.device.type == "cuda" else ""
-        self._counter = _counter(self._gpu) if self._gpu else None
+        self._gpu = gpu_uuid() if ranks.device.type == "cuda" else ""
+        self._counter = _energy_counter(self._gpu) if self._gpu else None
         self._start = self._read()
 
     def joules(self) -> float | None:
@@ -33,15 +33,15 @@ class EnergyMeter:
         None where any of them has no counter, or one that does not rise: what is not measured is never 0.
         """
         own = None
-        if self._start is not None and (now := self._read()) is not None and now > self._start:
-            own = now - self._start
+        if self._start is not None and (counter := self._read()) is not None and counter > self._start:
+            own = counter - self._start
         # By GPU: one that several ranks share counts once.
         by_gpu: dict[str, float | None] = dict(map(json.loads, self._ranks.gather(json.dumps([self._gpu, own]))))
-        known = [joules for joules in by_gpu.values() if joules is not None]
-        return sum(known) if len(known) == len(by_gpu) else None
+        measured = [joules for joules in by_gpu.values() if joules is not None]
+        return sum(measured) if len(measured) == len(by_gpu) else None
 
     @property
-    def counts(self) -> bool:
+    def has_counter(self) -> bool:
         """Whether this rank's GPU has a counter."""
         return self._start is not None
 
@@ -65,13 +65,13 @@ class TrainingEnergy:
     def __init__(self, run: RunDir, signature: str, ranks: Ranks) -> None:
         self._run, self._signature, self._ranks = run, signature, ranks
         self._meter, self._began = EnergyMeter(ranks), time.monotonic()
-        self._counts = not ranks.largest(float(not self._meter.counts))  # else nobody needs to be asked again
-        self._before = run.training(signature).energy() if ranks.first else None
+        self._counts = not ranks.max(float(not self._meter.has_counter))  # else nobody needs to be asked again
+        self._before = run.training(signature).energy() if ranks.is_first else None
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write down what was counted so far: what a failure leaves."""
         joules, seconds = self._meter.joules() if self._counts else None, time.monotonic() - self._began
-        if joules is None or not self._ranks.first:
+        if joules is None or not self._ranks.is_first:
             return
         if self._before is not None:
             joules, seconds = joules + self._before.joules, seconds + self._before.seconds
@@ -95,11 +95,11 @@ def nvml_device(gpu: str) -> tuple[Any, Any] | None:
         return None
 
 
-def _counter(gpu: str) -> Counter | None:
+def _energy_counter(gpu: str) -> Counter | None:
     """Return what reads the counter of a GPU; None where NVML does not know it, or it has none."""
-    if (found := nvml_device(gpu)) is None:
+    if (device := nvml_device(gpu)) is None:
         return None
-    nvml, handle = found
+    nvml, handle = device
 
     def read() -> float | None:
         try:

@@ -37,7 +37,7 @@ def run_training(
             from before.
     """
     preemption = preemption or PreemptionHandler(ranks)
-    if ranks.from_first(int(run.training(task.signature).result() is not None)):
+    if ranks.broadcast(int(run.training(task.signature).result() is not None)):
         return
     if task.max_lr_factor is not None:
         limited = task.spec.train.model_copy(update={"max_lr_factor": task.max_lr_factor})
@@ -47,13 +47,13 @@ def run_training(
         task = task.model_copy(update={"spec": task.spec.model_copy(update={"optimizer": optimizer})})
     energy = TrainingEnergy(run, task.signature, ranks)
     with contextlib.suppress(Preempted):
-        _train(task, TrainContext(run, ranks, datasets, preemption, attempt, energy, task))
-    energy.keep()
+        _run_method(task, TrainContext(run, ranks, datasets, preemption, attempt, energy, task))
+    energy.save()
 
 
-def _train(task: TrainTask, context: TrainContext) -> None:
+def _run_method(task: TrainTask, context: TrainContext) -> None:
     if not task.spec.train.facts.tunes:
         return training.train(task, context)
     from tula_cli.worker.train import self_tuning  # here: a training that does not tune itself imports nothing of it
 
-    return self_tuning.train(task, context)
+    return self_tuning.train_with_tuning(task, context)

@@ -14,10 +14,10 @@ from tula_cli.run.source.keys import may_be_secret
 from tula_cli.spec.resources import Cluster
 from tula_cli.version import __version__
 from tula_cli.worker import nccl
-from tula_cli.worker.device import driver_version, gpu_id, gpu_name, nccl_version
+from tula_cli.worker.device import driver_version, gpu_name, gpu_uuid, nccl_version
 from tula_cli.worker.ranks import Ranks
 
-RECORDED = (
+RECORDED_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_",
     "GPU_MAX_HW_QUEUES", "HIP_", "HSA_", "NCCL_", "NVIDIA_TF32_OVERRIDE", "OMP_", "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "RCCL_", "ROCR_VISIBLE_DEVICES", "SLURM_",
@@ -26,7 +26,7 @@ RECORDED = (
 """How the names of environment variables begin that are kept; all others may hold secrets."""
 
 
-def environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
+def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
     """Describe what is measured on; every rank takes part.
 
     Args:
@@ -35,8 +35,8 @@ def environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
     """
     cuda = ranks.device.type == "cuda"
     hardware = gpu_name(ranks.device) if cuda else processor_name()
-    seen = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver(ranks)]))]
-    nodes = _nodes(seen)
+    rank_hardware = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver(ranks)]))]
+    nodes = _group_by_host(rank_hardware)
     return Environment(
         hosts=tuple(node.name for node in nodes),
         device=ranks.device.type,
@@ -51,8 +51,8 @@ def environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
         cuda=torch.version.cuda or torch.version.hip or "",
         nccl=nccl_version(),
         system=f"{_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
-        allreduce=nccl.chosen(),
-        variables=recorded(os.environ),
+        allreduce=nccl.chosen_algorithms(),
+        variables=recorded_variables(os.environ),
         workers=workers,
     )
 
@@ -61,14 +61,14 @@ def _driver(ranks: Ranks) -> str:
     return driver_version() if ranks.device.type == "cuda" else ""
 
 
-def _nodes(seen: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:
+def _group_by_host(rank_hardware: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:
     """Join what the ranks have said (host, hardware, driver) by host, in the order of ranks."""
     by_host: dict[str, list[tuple[str, str]]] = {}
-    for host, hardware, driver in seen:
+    for host, hardware, driver in rank_hardware:
         by_host.setdefault(host, []).append((hardware, driver))
     return tuple(
-        Host(name=host, ranks=len(told), hardware=tuple(sorted({name for name, _ in told})), driver=told[0][1])
-        for host, told in by_host.items()
+        Host(name=host, ranks=len(hosts), hardware=tuple(sorted({name for name, _ in hosts})), driver=hosts[0][1])
+        for host, hosts in by_host.items()
     )
 
 
@@ -79,31 +79,31 @@ def _distribution() -> str:
         return ""
 
 
-def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that are kept: those of the allow-list, without the secrets among SLURM's.
 
     A token may be in SLURM_JWT, and the words of sbatch --export, with values, in SLURM_EXPORT_ENV. What tula itself has
     asked NCCL for is no setting of the user's.
     """
-    left_out = ("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK", *(nccl.SETTINGS if nccl.log(environ) else ()))
+    left_out = ("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK", *(nccl.SETTINGS if nccl.nccl_log_path(environ) else ()))
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(RECORDED) and not name.startswith(left_out) and not may_be_secret(name, value)
+        if name.startswith(RECORDED_VARIABLES) and not name.startswith(left_out) and not may_be_secret(name, value)
     }
 
 
-def ranks_here(ranks: Ranks, cluster: Cluster) -> int:
+def count_local_ranks(ranks: Ranks, cluster: Cluster) -> int:
     """Return how many ranks share a machine: all of them where each node is a set of processes on this one."""
     return ranks.world if cluster.kind == "local" else cluster.gpus_per_node
 
 
-def oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
+def is_oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
     """Return whether ranks share cores (one thread a rank) or GPUs: their times then say nothing of a real cluster.
 
     Every rank takes part: one that sees a GPU of its own alone does not know how many there are.
     """
     if ranks.device.type != "cuda":
         return ranks_here > len(os.sched_getaffinity(0))
-    taken = ranks.gather(json.dumps([platform.node(), gpu_id()]))
-    return len(set(taken)) < len(taken)
+    placements = ranks.gather(json.dumps([platform.node(), gpu_uuid()]))
+    return len(set(placements)) < len(placements)

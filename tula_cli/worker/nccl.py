@@ -18,7 +18,7 @@ from tula_cli.run.files import read_end
 SETTINGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 PREFIX = "tula-nccl-"
 _MAX_READ = 2**26  # bytes of what NCCL writes
-MOST = 8  # sizes that are kept, the largest: those of DDP's buckets, not of the counters between ranks
+MAX_SIZES = 8  # sizes that are kept, the largest: those of DDP's buckets, not of the counters between ranks
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 PROTOCOLS = ("ll", "ll128", "simple")
 """By NCCL's numbers (src/include/nccl_common.h), which its releases before 2.24 write in place of names."""
@@ -28,7 +28,7 @@ _WARNING = re.compile(r"NCCL WARN (.*\S)")
 
 
 @contextmanager
-def listening(*, wanted: bool, to: Literal["choices", "complaints"] = "choices") -> Iterator[None]:
+def record_nccl_output(*, enabled: bool, to: Literal["choices", "nccl_warnings"] = "choices") -> Iterator[None]:
     """Let NCCL write to a file, while this process is in a group; to be entered before NCCL starts.
 
     A user who has asked NCCL for anything of the kind gets that, and nothing is read then.
@@ -37,13 +37,13 @@ def listening(*, wanted: bool, to: Literal["choices", "complaints"] = "choices")
         wanted: whether to.
         to: what it chooses, for `chosen`, or what it warns of, for `complaints`.
     """
-    if not wanted or any(name in os.environ for name in SETTINGS):
+    if not enabled or any(name in os.environ for name in SETTINGS):
         yield
         return
     handle, path = tempfile.mkstemp(prefix=PREFIX, suffix=".log")
     os.close(handle)
-    words = ("INFO", "TUNING", path) if to == "choices" else ("WARN", "ALL", path)
-    os.environ.update(zip(SETTINGS, words, strict=True))
+    settings = ("INFO", "TUNING", path) if to == "choices" else ("WARN", "ALL", path)
+    os.environ.update(zip(SETTINGS, settings, strict=True))
     try:
         yield
     finally:
@@ -52,45 +52,45 @@ def listening(*, wanted: bool, to: Literal["choices", "complaints"] = "choices")
         Path(path).unlink(missing_ok=True)
 
 
-def chosen() -> dict[int, str]:
+def chosen_algorithms() -> dict[int, str]:
     """Return the algorithm and protocol ("ring, simple") of this process's largest all-reduces, by their bytes.
 
     Empty where NCCL was not listened to, or has told nothing: it did so from 2.21 on.
     """
-    return read(_written())
+    return parse_algorithms(_nccl_output())
 
 
-def complaints() -> list[str]:
+def nccl_warnings() -> list[str]:
     """Return what NCCL has warned of, each once."""
-    return list(dict.fromkeys(_WARNING.findall(_written())))
+    return list(dict.fromkeys(_WARNING.findall(_nccl_output())))
 
 
-def _written() -> str:
-    path = log(os.environ)
+def _nccl_output() -> str:
+    path = nccl_log_path(os.environ)
     return read_end(path, _MAX_READ) if path else ""
 
 
-def log(environ: Mapping[str, str]) -> Path | None:
+def nccl_log_path(environ: Mapping[str, str]) -> Path | None:
     """Return the file that NCCL writes to for `listening`; None where it does not."""
     path = Path(environ.get("NCCL_DEBUG_FILE", ""))
     return path if path.name.startswith(PREFIX) and path.is_file() else None
 
 
-def read(log: str) -> dict[int, str]:
+def parse_algorithms(log: str) -> dict[int, str]:
     """Return what `chosen` does, of what NCCL wrote.
 
     Args:
         log: lines of NCCL_DEBUG=INFO, of any release; of all-reduces where it names the collective, else of any.
     """
-    found = {
-        int(size): f"{_name(algorithm, ALGORITHMS)}, {_name(protocol, PROTOCOLS)}"
+    choices = {
+        int(size): f"{_choice_name(algorithm, ALGORITHMS)}, {_choice_name(protocol, PROTOCOLS)}"
         for size, algorithm, protocol in _LINE.findall(log)
     }
-    return dict(sorted(found.items())[-MOST:])
+    return dict(sorted(choices.items())[-MAX_SIZES:])
 
 
-def _name(word: str, names: tuple[str, ...]) -> str:
+def _choice_name(text: str, names: tuple[str, ...]) -> str:
     """Return the name in lower case that a word or a number stands for."""
-    if not word.isdigit():
-        return word.lower()
-    return names[int(word)] if int(word) < len(names) else word
+    if not text.isdigit():
+        return text.lower()
+    return names[int(text)] if int(text) < len(names) else text

@@ -14,9 +14,9 @@ from tula_cli.worker.ranks import Ranks
 
 Reason = Literal["time_limit", "signal", "stage_end"]
 
-SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """About so often do the ranks ask each other; an all-reduce of two numbers at every step would cost small steps dear."""
-MOST = 1000  # steps from one question to the next
+MAX_STEPS_BETWEEN_CHECKS = 1000  # steps from one question to the next
 
 
 class Preempted(Exception):
@@ -45,11 +45,11 @@ class PreemptionHandler:
         self._next, self._counted = 1, 0
         self._asked_at = time.monotonic()
 
-    def listen(self) -> None:
+    def install(self) -> None:
         """Take SIGTERM: preemption, scancel, tula cancel."""
-        signal.signal(signal.SIGTERM, self._take)
+        signal.signal(signal.SIGTERM, self._on_signal)
 
-    def _take(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         self._told = True
 
     def check(self, *, reserve: float) -> bool:
@@ -69,16 +69,20 @@ class PreemptionHandler:
             return False
         now = time.monotonic()
         pace = (now - self._asked_at) / self._counted
-        wished = min(MOST, max(1, round(SECONDS / pace))) if pace > 0 else MOST
-        level, steps = self.ranks.maxima([self._level(reserve), float(wished if self.ranks.first else 0)])
+        wished = (
+            min(MAX_STEPS_BETWEEN_CHECKS, max(1, round(CHECK_SECONDS / pace))) if pace > 0 else MAX_STEPS_BETWEEN_CHECKS
+        )
+        level, steps = self.ranks.elementwise_max(
+            [self._stop_level(reserve), float(wished if self.ranks.is_first else 0)]
+        )
         self._counted, self._asked_at, self._next = 0, now, int(steps)
         if reason := _LEVELS.get(int(level)):
             raise Preempted(reason)
         return True
 
-    def _level(self, reserve: float) -> float:
+    def _stop_level(self, reserve: float) -> float:
         if self._told:
             return 2.0
         # A question may come as late as one more interval from now.
-        late = self.ranks.first and time.time() + reserve + 2 * SECONDS > self.leave_at
+        late = self.ranks.is_first and time.time() + reserve + 2 * CHECK_SECONDS > self.leave_at
         return 1.0 if late else 0.0

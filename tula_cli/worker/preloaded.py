@@ -43,14 +43,14 @@ DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
 Request = Mapping[str, Any]
 
 
-def worker(request: Request) -> None:
+def run_worker(request: Request) -> None:
     """Be the rank that was asked for."""
     main = importlib.import_module("tula_cli.worker.__main__")
     sys.modules["__main__"] = main  # data-loader processes that are spawned import it by its name
     main.main(entered=partial(_execute_if_hidden, request))
 
 
-def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = worker) -> None:
+def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = run_worker) -> None:
     """Import modules, then fork a rank for each request that comes in.
 
     Returns in each rank once it is done, and in this process when nobody asks any more: a rank ends as every Python
@@ -61,27 +61,27 @@ def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = 
         rank: what a rank does.
     """
     connection = socket.socket(fileno=int(sys.argv[1]))
-    done: list[Request] = []
-    atexit.register(_leave, done)  # before any library has registered anything: it is called last
+    finished: list[Request] = []
+    atexit.register(_exit_quickly, finished)  # before any library has registered anything: it is called last
     try:
-        _import(modules)
+        _import_modules(modules)
     except Exception as error:  # noqa: BLE001 - the process boundary: libraries raise what they like at their import
-        _tell(connection, {"error": f"{type(error).__name__}: {error}"})
+        _send_answer(connection, {"error": f"{type(error).__name__}: {error}"})
         return
-    request = _serve(connection)
+    request = _serve_requests(connection)
     connection.close()
     if request is None:
         return
-    _become(request)
+    _apply_request(request)
     try:
         rank(request)
-        done.append(request)
+        finished.append(request)
     finally:
-        if not done:  # what is frozen is not collected at the end either, and native code would tell of leaks
+        if not finished:  # what is frozen is not collected at the end either, and native code would tell of leaks
             gc.unfreeze()
 
 
-def _import(modules: Iterable[str]) -> None:
+def _import_modules(modules: Iterable[str]) -> None:
     """Import modules; collections of what libraries make on the way, which find next to nothing, took 15 % of the time."""
     gc.disable()
     try:
@@ -91,26 +91,26 @@ def _import(modules: Iterable[str]) -> None:
         gc.enable()
 
 
-def _leave(done: Sequence[Request]) -> None:
+def _exit_quickly(finished: Sequence[Request]) -> None:
     """Spare a rank that is done the taking apart of thousands of modules, for which it would copy them all first.
 
     Threads have been joined and exit handlers called by now. Of what the interpreter would still do, only the files
     that nobody has closed matter.
     """
-    if not done:
+    if not finished:
         return
-    for thing in gc.get_objects():
-        if issubclass(type(thing), io.IOBase):
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), io.IOBase):
             with contextlib.suppress(ValueError, OSError):  # closed, or not for writing
-                thing.flush()
+                candidate.flush()
     os._exit(0)
 
 
-def _tell(connection: socket.socket, answer: Mapping[str, object]) -> None:
+def _send_answer(connection: socket.socket, answer: Mapping[str, object]) -> None:
     connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _serve(connection: socket.socket) -> Request | None:
+def _serve_requests(connection: socket.socket) -> Request | None:
     """Fork for each request; returns it in the rank, and None here when there are no more."""
     # A collection in a rank would touch, and so copy, every page that holds one of these objects. None goes before: what
     # it let go would be holes in the heap, which a rank could fill without counting against its cluster.memory_per_gpu.
@@ -118,41 +118,41 @@ def _serve(connection: socket.socket) -> Request | None:
     with connection.makefile("rb") as requests:
         for line in requests:
             request: Request = json.loads(line)
-            if unfit := _unfit():
-                _tell(connection, {"error": unfit})
+            if unfit := _why_not_forkable():
+                _send_answer(connection, {"error": unfit})
                 return None
             try:
-                pid = _fork(int(request["parent"]))
+                pid = _fork_rank(int(request["parent"]))
             except OSError as error:
-                _tell(connection, {"error": f"cannot fork: {error.strerror}"})
+                _send_answer(connection, {"error": f"cannot fork: {error.strerror}"})
                 return None
             if pid == 0:
                 return request
-            _tell(connection, {"pid": pid})
+            _send_answer(connection, {"pid": pid})
     return None
 
 
-def _unfit() -> str:
+def _why_not_forkable() -> str:
     """Return why a fork of this process would not work as a rank; empty where it would."""
     if threading.active_count() > 1:
         return f"a library has started threads at its import: {[thread.name for thread in threading.enumerate()]}"
-    if "torch" in sys.modules and (_touched_gpu() or any(map(_has_open, DRIVERS))):
+    if "torch" in sys.modules and (_has_gpu_open() or any(map(_has_file_open, DRIVERS))):
         return "a library has touched the GPUs' driver at its import"
     return ""
 
 
-def _touched_gpu() -> bool:
-    from tula_cli.worker.device import touched  # with torch, which is imported by now
+def _has_gpu_open() -> bool:
+    from tula_cli.worker.device import is_gpu_initialized  # with torch, which is imported by now
 
-    return touched()
+    return is_gpu_initialized()
 
 
-def _has_open(device: str) -> bool:
+def _has_file_open(device: str) -> bool:
     """Return whether this process has opened a file: with a driver's, it is set up, whatever torch knows of it."""
     return any(path.is_symlink() and str(path.readlink()) == device for path in Path("/proc/self/fd").iterdir())
 
 
-def _fork(parent: int) -> int:
+def _fork_rank(parent: int) -> int:
     """Fork a rank that is a child of `parent`; return its process id, and 0 in the rank.
 
     A process between us and the rank ends at once, and `parent` adopts orphans meanwhile.
@@ -164,18 +164,18 @@ def _fork(parent: int) -> int:
     between = os.fork()
     if between == 0:
         os.close(receive)
-        _leave_orphan(parent, send)
+        _fork_orphan(parent, send)
         return 0
     os.close(send)
     os.waitpid(between, 0)
-    with open(receive, "rb") as told:
-        pid = told.read()
+    with open(receive, "rb") as pipe:
+        pid = pipe.read()
     if not pid:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return int(pid)
 
 
-def _leave_orphan(parent: int, send: int) -> None:
+def _fork_orphan(parent: int, send: int) -> None:
     """Fork once more and end; returns in the orphan alone, when it is `parent`'s and dies with it."""
     between = os.getpid()
     try:
@@ -194,7 +194,7 @@ def _leave_orphan(parent: int, send: int) -> None:
     os.close(send)
 
 
-def _become(request: Request) -> None:
+def _apply_request(request: Request) -> None:
     """Take on what an executed rank would begin with."""
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -220,8 +220,8 @@ def _write_over_command_line(command: Iterable[str]) -> None:
     start, end = int(fields[45]), int(fields[46])
     if not 0 < start < end:  # a sandbox may keep to itself where it is
         return
-    words = b"".join(os.fsencode(word) + b"\0" for word in command)
-    ctypes.memmove(start, words[: end - start - 1].ljust(end - start, b"\0"), end - start)
+    command_bytes = b"".join(os.fsencode(argument) + b"\0" for argument in command)
+    ctypes.memmove(start, command_bytes[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 def _execute_if_hidden(request: Request) -> None:
@@ -229,24 +229,24 @@ def _execute_if_hidden(request: Request) -> None:
 
     To be called once the user's folders are on the path.
     """
-    if not _hidden():
+    if not _shadowed_modules():
         return
     os.chdir(request["folder"])
     os.execve(request["command"][0], request["command"], dict(request["environment"]))
 
 
-def _hidden() -> list[str]:
+def _shadowed_modules() -> list[str]:
     """Return the imported modules of which another file is found first by now."""
     imported = {name: module.__spec__ for name, module in sys.modules.items() if "." not in name}
-    here = {name: spec.origin for name, spec in imported.items() if spec and spec.has_location and spec.origin}
-    return [name for name, origin in here.items() if not _found_at(name, origin)]
+    origins = {name: spec.origin for name, spec in imported.items() if spec and spec.has_location and spec.origin}
+    return [name for name, origin in origins.items() if not _resolves_to(name, origin)]
 
 
-def _found_at(name: str, origin: str) -> bool:
-    found = PathFinder.find_spec(name)
-    if found is None or found.origin in (None, origin):  # another finder's, or a folder that hides nothing
+def _resolves_to(name: str, origin: str) -> bool:
+    spec = PathFinder.find_spec(name)
+    if spec is None or spec.origin in (None, origin):  # another finder's, or a folder that hides nothing
         return True
     if not Path(origin).exists():
         # In an archive: tula's own, that of the run, is what the job was submitted with.
         return name == "tula_cli"
-    return Path(str(found.origin)).samefile(origin)
+    return Path(str(spec.origin)).samefile(origin)

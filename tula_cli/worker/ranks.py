@@ -23,14 +23,14 @@ from tula_cli.errors import JobFailed
 from tula_cli.host import network
 from tula_cli.host.processor import cpu_quota
 from tula_cli.run.files import write_atomic
-from tula_cli.run.notices.fresh import is_there
+from tula_cli.run.notices.fresh import is_listed
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
-from tula_cli.worker.device import pick_device, take_gpu
+from tula_cli.worker.device import pick_device, set_current_gpu
 
-RENDEZVOUS = timedelta(minutes=10)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 """Ranks of one job may start minutes apart on a busy file system; a lost one must not hold the others for longer."""
-COLLECTIVE = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A rank may wait in a collective for one that reads its first batch, writes a checkpoint or compiles: longer than ranks
 wait for each other at the start. Ranks that died are the supervisor's to notice, within seconds."""
 
@@ -45,7 +45,7 @@ class Ranks:
     device: torch.device
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: list[float]) -> list[float]:
@@ -54,17 +54,17 @@ class Ranks:
         dist.all_reduce(tensor)
         return [float(value) for value in tensor.tolist()]
 
-    def largest(self, value: float) -> float:
+    def max(self, value: float) -> float:
         """Return the largest value over all ranks."""
-        return self.maxima([value])[0]
+        return self.elementwise_max([value])[0]
 
-    def maxima(self, values: list[float]) -> list[float]:
+    def elementwise_max(self, values: list[float]) -> list[float]:
         """Return the elementwise largest over all ranks."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return [float(value) for value in tensor.tolist()]
 
-    def from_first(self, value: int) -> int:
+    def broadcast(self, value: int) -> int:
         """Return rank 0's value on every rank."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.broadcast(tensor, src=0)
@@ -72,17 +72,17 @@ class Ranks:
 
     def cores(self) -> float:
         """Return the cores that a rank has: shared ones are divided among the node's ranks; the fewest of all ranks."""
-        own = [platform.node(), sorted(os.sched_getaffinity(0)), cpu_quota()]
-        return fewest_cores([json.loads(text) for text in self.gather(json.dumps(own))])
+        node_cores = [platform.node(), sorted(os.sched_getaffinity(0)), cpu_quota()]
+        return min_cores([json.loads(text) for text in self.gather(json.dumps(node_cores))])
 
     def gather(self, text: str) -> list[str]:
         """Return every rank's text, in the order of ranks."""
-        found: list[str | None] = [None] * self.world
-        dist.all_gather_object(found, text)
-        return [entry or "" for entry in found]
+        texts: list[str | None] = [None] * self.world
+        dist.all_gather_object(texts, text)
+        return [entry or "" for entry in texts]
 
 
-def fewest_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float:
+def min_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float:
     """Return the cores of the rank that has fewest, from (node, cores it may run on, cores of its node by quota) of each."""
     takers = Counter((node, core) for node, cores, _ in ranks for core in cores)
     crowd = Counter(node for node, _, _ in ranks)
@@ -93,7 +93,7 @@ def fewest_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> fl
 
 
 @contextmanager
-def joined(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterator[Ranks]:
+def process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterator[Ranks]:
     """Join the process group, and leave it without hanging.
 
     Args:
@@ -106,22 +106,22 @@ def joined(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterato
     device = pick_device(cluster, local_rank, world=world)
     on_gpu = device.type == "cuda"
     if on_gpu:
-        take_gpu(device)
+        set_current_gpu(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if "MASTER_ADDR" in os.environ:
-        store, _, _ = next(rendezvous("env://", timeout=RENDEZVOUS))
+        store, _, _ = next(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))
         if rank == 0:
-            _tell(handover, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], device)
+            _publish_address(handover, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], device)
     else:
-        store = _meet(handover, cluster.interface, device, rank=rank, world=world)
-    with nccl.listening(wanted=listen and on_gpu and rank == 0 and world > 1):
+        store = _rendezvous(handover, cluster.interface, device, rank=rank, world=world)
+    with nccl.record_nccl_output(enabled=listen and on_gpu and rank == 0 and world > 1):
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,
             rank=rank,
             world_size=world,
-            timeout=COLLECTIVE,
+            timeout=COLLECTIVE_TIMEOUT,
             device_id=device if on_gpu else None,  # NCCL connects here, and fails here, not in the first step
         )
         yield Ranks(rank, world, local_rank, device)
@@ -132,15 +132,15 @@ def joined(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterato
         dist.destroy_process_group()
 
 
-def _meet(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
+def _rendezvous(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
     """Rank 0 binds a port that the system chooses and publishes it; a port made from a job id collides in the end."""
     if rank == 0:
         host = network.own_address(interface)
-        store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS, wait_for_workers=False)
-        _tell(handover, host, store.port, device)
+        store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
+        _publish_address(handover, host, store.port, device)
         return store
-    deadline = time.monotonic() + RENDEZVOUS.total_seconds()
-    while not is_there(handover):
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    while not is_listed(handover):
         if time.monotonic() > deadline:
             raise JobFailed(
                 f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {handover}",
@@ -148,10 +148,10 @@ def _meet(handover: Path, interface: str | None, device: torch.device, *, rank: 
             )
         time.sleep(min(2.0, max(0.1, world / 100)))  # all ranks wait at once, on one file system
     host, port, _ = handover.read_text(encoding="utf-8").split()
-    return TCPStore(host, int(port), world, is_master=False, timeout=RENDEZVOUS, wait_for_workers=False)
+    return TCPStore(host, int(port), world, is_master=False, timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False)
 
 
-def _tell(handover: Path, host: str, port: int | str, device: torch.device) -> None:
+def _publish_address(handover: Path, host: str, port: int | str, device: torch.device) -> None:
     write_atomic(handover, f"{host} {port} {device.type}\n")
 
 
@@ -161,5 +161,5 @@ def _set_network(cluster: Cluster) -> None:
     Raises:
         JobFailed: this node has no such interface.
     """
-    for name, interface in network.variables(cluster.interface, local=cluster.kind == "local").items():
+    for name, interface in network.interface_variables(cluster.interface, local=cluster.kind == "local").items():
         os.environ.setdefault(name, interface)

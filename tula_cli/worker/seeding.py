@@ -45,7 +45,7 @@ def seeded(*parts: int) -> Iterator[None]:
     torch_state, random_state, bits = torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
     try:
         # Swapped and not copied: np.random.set_state takes 70 us and more.
-        np.random.set_bit_generator(_spare_bits())  # type: ignore[attr-defined]
+        np.random.set_bit_generator(_spare_bit_generator())  # type: ignore[attr-defined]
         _seed_all(seed)
         yield
     finally:
@@ -55,7 +55,7 @@ def seeded(*parts: int) -> Iterator[None]:
 
 
 @functools.cache
-def _spare_bits() -> np.random.MT19937:
+def _spare_bit_generator() -> np.random.MT19937:
     return np.random.MT19937(0)
 
 

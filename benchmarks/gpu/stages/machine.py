@@ -140,7 +140,7 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
     from tula_cli.models.ramp.stages import Ramp
     from tula_cli.spec.job import JobSpec
     from tula_cli.worker.build.datasets import build_datasets
-    from tula_cli.worker.build.sampling import Batches, Position, train_loader
+    from tula_cli.worker.build.sampling import MicroBatchSampler, Position, build_train_loader
 
     spec = JobSpec.model_validate({
         "model": {"name": "resnet18"},
@@ -150,7 +150,7 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
         "train": {"epochs": 1},
     })  # fmt: skip
     images, batch = build_datasets(spec).train, 16
-    everything = Batches(
+    everything = MicroBatchSampler(
         len(images),
         ramp=Ramp.constant(batch),
         parts={batch: 1},
@@ -160,7 +160,7 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
         epochs=10**6,
         start=Position(),
     )
-    stream = iter(train_loader(images, everything, workers=workers, pin=torch.cuda.is_available()))
+    stream = iter(build_train_loader(images, everything, workers=workers, pin=torch.cuda.is_available()))
     for _ in range(max(1, 2 * workers)):  # what was read ahead while the processes started
         next(stream)
     began, batches = time.perf_counter(), 0

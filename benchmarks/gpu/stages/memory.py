@@ -117,7 +117,10 @@ def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: d
     first = 16
     probes = [trial(first), trial(2 * first)]
     measured = [probe.measured() for probe in probes if probe.fits]
-    models = {"estimate": memory_model.fit(known), "corrected": memory_model.fit([*measured, *known])}
+    models = {
+        "estimate": memory_model.fit_memory_model(known),
+        "corrected": memory_model.fit_memory_model([*measured, *known]),
+    }
     batches = doubled(2 * first, models["corrected"], round(0.9 * room(stage)), at_most=1 if stage.tiny else 16)
     rows = []
     for one in (*probes, *map(trial, batches)):
@@ -158,7 +161,7 @@ def largest_of_all(stage: Stage) -> None:
             with told(stage, key):
                 one_largest(stage, key, known[key], trial.of(spec_of(key, stage)), total)
         for key in wanted:
-            capacity = memory_model.fit(known[key]).needed(256) + 64 * 2**20 if stage.tiny else room(stage)
+            capacity = memory_model.fit_memory_model(known[key]).needed(256) + 64 * 2**20 if stage.tiny else room(stage)
             with told(stage, key):
                 one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
 
@@ -167,12 +170,12 @@ def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, c
     """Find the largest batch of one model under a capacity, and hold the predicted ones against it."""
     first = 16
     probes = [one.measured() for one in (trial(first), trial(2 * first)) if one.fits]
-    corrected = memory_model.fit([*probes, *known])
+    corrected = memory_model.fit_memory_model([*probes, *known])
     predicted = corrected.largest_local_batch(capacity, margin=0.0) or first
     chosen = corrected.largest_local_batch(capacity, margin=MARGIN) or first
     suffered = not trial(chosen).fits
     true = largest(lambda batch: trial(batch).fits, predicted, resolution=1.0 if stage.tiny else RESOLUTION)
-    estimated = memory_model.fit(known).largest_local_batch(capacity, margin=0.0) or 0
+    estimated = memory_model.fit_memory_model(known).largest_local_batch(capacity, margin=0.0) or 0
     figures = {"true": true, "estimated": estimated, "corrected": predicted, "margin_oom": int(suffered)}
     name = ",".join((*key, f"{capacity / GIB:.0f} GiB"))
     stage.tell(largest={name: figures})

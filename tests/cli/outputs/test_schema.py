@@ -40,7 +40,7 @@ def test_the_schema_is_written_with_the_line_that_names_it_but_over_no_other_fil
 
 @pytest.mark.parametrize("words", [(), ("slurm",), ("--from-command", "train.py --batch-size 8 --epochs 3")])
 def test_init_names_the_schema_in_the_first_line_and_check_reads_on(words, monkeypatch):
-    monkeypatch.setattr("tula_cli.cluster.slurm.partitions.ask", lambda: None)
+    monkeypatch.setattr("tula_cli.cluster.slurm.partitions.ask_site", lambda: None)
     assert tula("init", *words, "-o", "deep/new.yaml")[0] == 0
     first = Path("deep/new.yaml").read_text().partition("\n")[0]
     assert first == "# yaml-language-server: $schema=.tula/job.schema.json"

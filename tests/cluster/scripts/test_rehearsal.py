@@ -13,12 +13,12 @@ from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.supervise import Supervisor, supervise
-from tula_cli.host.processes import started
+from tula_cli.host.processes import start_time
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.rehearsals import Rehearsal, Verdict
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
-from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.show import train as show_train
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -68,7 +68,7 @@ while samples < options.samples:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
-    monkeypatch.setattr(checkpoints, "SETTLED", 0.1)
+    monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 0.1)
     monkeypatch.setattr(
         tempfile, "tempdir", str(tmp_path)
     )  # the machine's lock: jobs of other tests are not waited for
@@ -110,7 +110,7 @@ def rehearsed(
     )
     run.write_task(task)
     supervise(run.path, task.id, environ=os.environ)
-    found = Rehearsals(run.path).read(task.id)
+    found = ResumeTestRecords(run.path).read(task.id)
     assert found is not None and found.over_at is not None, found
     assert not (run.path / "script" / task.id).exists(), "the script's files are gone"
     return found
@@ -206,9 +206,9 @@ def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
     leader, follower = (Supervisor(run, Allocation(index, 2, index, "7", environ=os.environ)) for index in (0, 1))
     following = threading.Thread(target=follower.follow)
     following.start()
-    leader._lead(task.id)
+    leader._lead_job(task.id)
     following.join()
-    found = Rehearsals(run.path).read(task.id)
+    found = ResumeTestRecords(run.path).read(task.id)
     assert found is not None and found.verdict == "any", found
     assert [attempt.outcome for attempt in run.attempts(task.id)] == ["done"] * len(found.starts)
 
@@ -230,10 +230,10 @@ def training_after(folder: Path, verdict: Verdict) -> RunDir:
     with subprocess.Popen(["sh", "-c", f"sleep 0.5; touch {folder / 'over'}"]) as process:
         here = Job(
             id=task.after, scheduler="local", scheduler_id=str(process.pid), nodes=1, submitted_at=0.0,
-            process_started=started(process.pid),
+            process_started=start_time(process.pid),
         )  # fmt: skip
         run.write_job(here)
-        Rehearsals(run.path).write(found)
+        ResumeTestRecords(run.path).write(found)
         waiting = threading.Thread(target=process.wait)
         waiting.start()
         supervise(run.path, task.id, environ=os.environ)
@@ -259,7 +259,7 @@ def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summar
     spec = job(folder, what_else="", within=kill, saves="number == 10", script={})
     run = RunDir.create(folder / "tula-runs", spec)
     key = rehearsal_signature(spec, "")
-    Rehearsals(run.path).write(Rehearsal(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none"))
+    ResumeTestRecords(run.path).write(Rehearsal(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none"))
     run.write_task(
         TrainTask(
             id="train-x-1", job="train-x", spec=spec, workdir=str(folder), nodes=1, signature="x", attempt=1,

@@ -10,12 +10,18 @@ from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import checkpoints, watch
-from tula_cli.cluster.scripts.printed_metrics import found, last_and_best, last_line, less_is_better, no_step
+from tula_cli.cluster.scripts.printed_metrics import (
+    describe_missing_step,
+    is_lower_better,
+    last_and_best,
+    last_script_line,
+    read_metrics,
+)
 from tula_cli.cluster.scripts.script_training import ScriptTraining
-from tula_cli.cluster.scripts.settle import settled, take_up
+from tula_cli.cluster.scripts.settle import recover_lost_attempt, settle_attempt
 from tula_cli.cluster.scripts.watch import ScriptWatch
-from tula_cli.models.time.changes.script_pace import ScriptPace
-from tula_cli.models.time.changes.step_change import words
+from tula_cli.models.time.changes.script_pace import ScriptLevelDetector
+from tula_cli.models.time.changes.step_change import describe_step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange
@@ -87,16 +93,16 @@ def row(kind: str, step: int, when: float) -> dict[str, object]:
 
 def test_what_an_attempt_saved_whose_supervisor_was_lost_counts(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
-    saves(training.out, STARTED + 20)
+    saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("row", 5, STARTED + 10), row("gap", 31, STARTED + 21), step=60, samples=960)
-    take_up(run, run.attempts("train-x-1")[0])
+    recover_lost_attempt(run, run.attempts("train-x-1")[0])
     found = run.training("x").script_progress()
     assert found is not None and (found.steps, found.samples) == (30, 480)
 
 
 def test_steps_after_a_checkpoint_are_not_in_it_where_no_save_was_seen(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
-    saves(training.out, STARTED + 20)
+    saves(training.output_folder, STARTED + 20)
     after = {"step": 60, "samples": 960.0, "stepped_at": STARTED + 40}
     tells(
         run,
@@ -106,7 +112,7 @@ def test_steps_after_a_checkpoint_are_not_in_it_where_no_save_was_seen(run: RunD
         row("row", 50, STARTED + 30),
         **after,
     )
-    take_up(run, run.attempts("train-x-1")[0])
+    recover_lost_attempt(run, run.attempts("train-x-1")[0])
     found = run.training("x").script_progress()
     assert found is not None and (found.steps, found.samples) == (25, 400)
 
@@ -119,14 +125,14 @@ def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: R
     run.write_task(smaller)
     run.write_attempt(Attempt(task="train-x-2", number=1, started_at=STARTED + 100))
     training = ScriptTraining(run, smaller)
-    saves(training.out, STARTED + 50)
-    assert training.checkpoint() is None, "what was there before"
-    saves(training.out, STARTED + 120)
+    saves(training.output_folder, STARTED + 50)
+    assert training.newest_checkpoint() is None, "what was there before"
+    saves(training.output_folder, STARTED + 120)
     tells(run, "train-x-2", step=10, samples=80.0, stepped_at=STARTED + 119)
-    training.take_up(run.attempts("train-x-2")[0])
+    training.recover_lost_attempt(run.attempts("train-x-2")[0])
     found = run.training("x").script_progress()
     assert found is not None and (found.samples, found.batch) == (80, 8)
-    assert training.checkpoint() == training.out / "state.json"
+    assert training.newest_checkpoint() == training.output_folder / "state.json"
 
 
 # --- the pace of its steps
@@ -134,7 +140,7 @@ def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: R
 
 def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> list[StepChange]:
     """Follow a step a look of 0.1 s, of 0.25 s from one on; one in ten holds an evaluation of half a minute."""
-    training, pace, now = ScriptTraining(run, of), ScriptPace(), STARTED
+    training, pace, now = ScriptTraining(run, of), ScriptLevelDetector(), STARTED
     command = LeaderCommand(task=of.id, attempt=1, checkpoint="")
     gaps: list[dict[str, object]] = []
     for step in range(1, looks + 1):
@@ -144,8 +150,8 @@ def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> 
             now += 30.0
             gaps.append({**row("gap", step, now), "seconds": 30.0 + own, "causes": ["evaluation"]})
         tells(run, of.id, *gaps, step=step, samples=16.0 * step, stepped_at=now)
-        training.look(pace, ScriptAttempt(run.path, of.id, 1), command)
-        training.look(pace, ScriptAttempt(run.path, of.id, 1), command)  # no step since
+        training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)
+        training.check_step_time(pace, ScriptAttempt(run.path, of.id, 1), command)  # no step since
     return list(run.training("x").changes())
 
 
@@ -160,7 +166,7 @@ def test_a_change_of_its_pace_is_told_without_evaluations_and_its_end_where_that
     assert found.before.step == pytest.approx(0.104, rel=0.03) and found.after.step == pytest.approx(0.26, rel=0.03)
     assert abs(found.samples - 35 * 16) <= 16
     assert (found.parts, found.before.data, found.after.compute) == ((), None, None)
-    told = words(found)
+    told = describe_step_change(found)
     assert "a script does not tell which part of it" in told and "(+150 %)" in told
     if size is None:
         assert (found.epoch, found.seconds_left, found.cost_more) == (None, None, 0)
@@ -193,12 +199,12 @@ def test_a_training_whose_first_steps_break_a_claim_is_ended(run: RunDir) -> Non
     first = task(run, "train-x-1", 16)
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
     seen = ScriptWatch(run, first, command, range(1), ScriptTraining(run, first))
-    seen.follow()
-    assert seen.stuck() is None, "nothing is known yet"
+    seen.record_progress()
+    assert seen.stuck_reason() is None, "nothing is known yet"
     has_begun(run, expected={"world": 2, "batch": 16})
-    seen.last()
-    reason = seen.stuck()
-    assert reason is not None and reason.outcome == "user" and "2 ranks were asked for and 1 came" in reason.words
+    seen.record_end()
+    reason = seen.stuck_reason()
+    assert reason is not None and reason.outcome == "user" and "2 ranks were asked for and 1 came" in reason.description
 
 
 def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir) -> None:
@@ -206,8 +212,8 @@ def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir)
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
     tells(run, "train-x-1", step=100, samples=1600.0)
     has_begun(run, file="result-0.json", why="ended", expected={"world": 1, "batch": 32})
-    reason = training.settled(command, ExitReason(None))
-    assert reason.outcome == "user" and "a batch of 32 and a step trains on 16 samples" in reason.words
+    reason = training.settle_attempt(command, ExitReason(None))
+    assert reason.outcome == "user" and "a batch of 32 and a step trains on 16 samples" in reason.description
     assert run.training("x").result() is None
 
 
@@ -220,7 +226,7 @@ def folder_of(out: Path, name: str, when: float, *files: str) -> None:
 
 def test_a_folder_without_files_that_the_one_before_has_is_half_a_checkpoint(tmp_path: Path) -> None:
     def newest() -> str:
-        found, _ = checkpoints.newest(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
+        found, _ = checkpoints.find_newest(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
         return "" if found is None else found.name
 
     resume = Resume(args="{checkpoint}", checkpoint="{out}/*")
@@ -244,7 +250,7 @@ def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> ExitReason
     }  # fmt: skip
     (folder / "failure-0.json").write_text(json.dumps(told))
     command = LeaderCommand(task=first.id, attempt=1, ranks=1, batch=16, checkpoint=str(checkpoint))
-    return ScriptTraining(run, first).settled(command, ExitReason("user", "EOFError: Ran out of input"))
+    return ScriptTraining(run, first).settle_attempt(command, ExitReason("user", "EOFError: Ran out of input"))
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: RunDir) -> None:
@@ -254,7 +260,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
     update = {"script": own.model_copy(update={"resume": resume})}
     first = task(run, "train-x-1", 16).model_copy(update={"spec": run.spec().model_copy(update=update)})
     run.write_task(first)
-    training, out = ScriptTraining(run, first), ScriptTraining(run, first).out
+    training, out = ScriptTraining(run, first), ScriptTraining(run, first).output_folder
     folder_of(out, "step-30", STARTED + 20, "state")
     folder_of(out, "step-60", STARTED + 40, "state")
     newest = ScriptProgress(samples=960, steps=60, batch=16, checkpoint=str(out / "step-60"), saved_at=STARTED + 40)
@@ -265,24 +271,24 @@ def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: 
     reason = fails_at_once(run, first, out / "step-60")
     assert (
         reason.outcome == "unknown"
-        and "step-60 is left out, and the checkpoint before it tried: step-30" in reason.words
+        and "step-60 is left out, and the checkpoint before it tried: step-30" in reason.description
     )
-    assert training.checkpoint() == out / "step-30"
+    assert training.newest_checkpoint() == out / "step-30"
     held = run.training("x").script_progress()
     assert held is not None and (held.samples, held.steps, held.checkpoint) == (480, 30, str(out / "step-30"))
     assert run.training("x").script_saves().lost == (480,)
     assert fails_at_once(run, first, out / "step-30").outcome == "user", "it is the script's own fault"
-    assert (training.checkpoint(), run.training("x").script_progress()) == (out / "step-60", newest)
+    assert (training.newest_checkpoint(), run.training("x").script_progress()) == (out / "step-60", newest)
 
 
 def test_without_a_checkpoint_before_it_the_scripts_error_ends_the_training(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
-    saves(training.out, STARTED + 20)
-    found = training.out / "state.json"
+    saves(training.output_folder, STARTED + 20)
+    found = training.output_folder / "state.json"
     run.training("x").write_script_progress(
         ScriptProgress(samples=480, steps=30, batch=16, checkpoint=str(found), saved_at=STARTED + 20)
     )
-    assert fails_at_once(run, training.task, found).outcome == "user" and training.checkpoint() == found
+    assert fails_at_once(run, training.task, found).outcome == "user" and training.newest_checkpoint() == found
 
 
 def watching(run: RunDir, ranks: int) -> ScriptWatch:
@@ -294,9 +300,9 @@ def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None
     long_ago = time.time() - 2 * watch.TRAINING_SILENCE
     heartbeat(run, "train-x-1", 0, alive_at=time.time())
     heartbeat(run, "train-x-1", 1, alive_at=long_ago)
-    assert watching(run, 2).stuck() is None, "rank 0, on another node, evaluates alone"
+    assert watching(run, 2).stuck_reason() is None, "rank 0, on another node, evaluates alone"
     heartbeat(run, "train-x-1", 0, alive_at=long_ago)
-    reason = watching(run, 2).stuck()
+    reason = watching(run, 2).stuck_reason()
     assert reason is not None and reason.rank == 1 and "ended as stuck" in reason.message
 
 
@@ -308,8 +314,8 @@ def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
     }  # fmt: skip
     (ScriptAttempt(run.path, "train-x-1", 1).path / "failure-1.json").write_text(json.dumps(told))
     watched = watching(run, 2)
-    watched.follow()
-    assert run.failures("train-x-1", 1) == [] and watched.stuck() is None
+    watched.record_progress()
+    assert run.failures("train-x-1", 1) == [] and watched.stuck_reason() is None
 
 
 def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(run: RunDir) -> None:
@@ -321,10 +327,10 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
     told |= {"error": error, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
     (folder / "failure-0.json").write_text(json.dumps(told))
     own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
-    found = settled(run, own, command, ExitReason(None))
+    found = settle_attempt(run, own, command, ExitReason(None))
     assert (found.outcome, found.message) == ("user", why)
     assert run.training("x").result() is None
-    ScriptWatch(run, own, command, range(1)).follow()
+    ScriptWatch(run, own, command, range(1)).record_progress()
     (failure,) = run.failures("train-x-1", 1)
     assert (failure.outcome, failure.message) == ("user", why)
 
@@ -334,9 +340,9 @@ def test_what_a_rank_notes_at_its_first_step_is_a_warning_once(run: RunDir) -> N
     tells(run, "train-x-1", note, row("row", 9, STARTED) | {"ags": {"mean": 1.2}}, step=9)
     own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, batch=16)
     training, attempt = ScriptTraining(run, own), ScriptAttempt(run.path, "train-x-1", 1)
-    assert training.follow(attempt, command, after=0) == 9
+    assert training.log_progress(attempt, command, after=0) == 9
     heartbeat(run, "train-x-1", 0, step=12)
-    assert training.follow(attempt, command, after=9) == 12
+    assert training.log_progress(attempt, command, after=9) == 12
     rows = run.training("x").metrics()
     assert [one["message"] for one in rows if one["kind"] == "warning"] == ["AGS is the identity"]
     assert [one["ags"]["mean"] for one in rows if one["kind"] == "step"] == [1.2, 1.2]
@@ -344,18 +350,18 @@ def test_what_a_rank_notes_at_its_first_step_is_a_warning_once(run: RunDir) -> N
 
 def test_a_probe_that_was_overdue_without_a_step_says_so(run: RunDir) -> None:
     watched = watching(run, 2)
-    assert not watched.stepped
+    assert not watched.has_stepped
     heartbeat(run, "train-x-1", 1)
-    assert watched.stepped
+    assert watched.has_stepped
 
 
 def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
-    training.begin(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
+    training.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.training("x").metrics()[-1]["epoch"] == 0.0, "length.samples stands for it"
     epochs = run.spec().model_copy(update={"script": run.spec().script.model_copy(update={"length": Length(epochs=3)})})
     unknown = ScriptTraining(run, training.task.model_copy(update={"spec": epochs}))
-    unknown.begin(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
+    unknown.log_start(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.training("x").metrics()[-1]["epoch"] is None
 
 
@@ -379,9 +385,9 @@ def test_a_name_that_holds_the_letters_of_an_error_rate_is_none() -> None:
         "nll/dev",
         "ppl",
     )
-    assert all(less_is_better(name) for name in errors)
+    assert all(is_lower_better(name) for name in errors)
     assert not any(
-        less_is_better(name) for name in ("top1", "answer_f1", "cancer_auc", "confidence", "power", "errands")
+        is_lower_better(name) for name in ("top1", "answer_f1", "cancer_auc", "confidence", "power", "errands")
     )
 
 
@@ -401,16 +407,16 @@ def planned(run: RunDir, when: float) -> ScriptAttempt:
 def test_what_lies_between_two_checkpoints_is_kept(run: RunDir) -> None:
     training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
     seen = [row("gap", 31, STARTED + 21), row("gap", 61, STARTED + 41)]
-    saves(training.out, STARTED + 20)
+    saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", seen[0], step=31, samples=496.0, stepped_at=STARTED + 19)
-    training.note_save(attempt, command())
+    training.record_save(attempt, command())
     assert run.training("x").script_saves().saves == (), "the row that tells its step may be on its way"
     heartbeat(run, "train-x-1", 0, step=35, samples=560.0, stepped_at=STARTED + 25)
-    training.note_save(attempt, command())
-    training.note_save(attempt, command())
-    saves(training.out, STARTED + 40)
+    training.record_save(attempt, command())
+    training.record_save(attempt, command())
+    saves(training.output_folder, STARTED + 40)
     tells(run, "train-x-1", *seen, step=65, samples=1040.0, stepped_at=STARTED + 45)
-    training.note_save(attempt, command())
+    training.record_save(attempt, command())
     found = run.training("x").script_saves().saves
     assert [(save.steps, save.samples, save.seconds) for save in found] == [(30, 480, None), (30, 480, 20.0)]
 
@@ -418,29 +424,29 @@ def test_what_lies_between_two_checkpoints_is_kept(run: RunDir) -> None:
 def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
     training = ScriptTraining(run, task(run, "train-x-1", 16))
     planned(run, STARTED)
-    saves(training.out, STARTED + 20)
+    saves(training.output_folder, STARTED + 20)
     tells(run, "train-x-1", row("gap", 31, STARTED + 21), step=60, samples=960.0, stepped_at=STARTED + 40)
-    training.settled(command(), ExitReason("time_limit", "over"))
+    training.settle_attempt(command(), ExitReason("time_limit", "over"))
     kept = run.training("x").script_saves()
     assert kept.lost == (480,) and [save.samples for save in kept.saves] == [480]
     anew = run.spec().model_copy(update={"script": run.spec().script.model_copy(update={"resume": None})})
     without = ScriptTraining(run, training.task.model_copy(update={"spec": anew, "signature": "y"}))
-    without.settled(command(), ExitReason("time_limit", "over"))
+    without.settle_attempt(command(), ExitReason("time_limit", "over"))
     assert run.training("y").script_saves().lost == (960,), "it begins anew"
 
 
 def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = watching(run, 2)
     run.write_result(measured(Truth(overheads=Truth().overheads.model_copy(update={"startup": 90.0})), 1, 16))
-    assert watched.stuck() is None
+    assert watched.stuck_reason() is None
     watched._began -= 60 * run.spec().search.max_minutes + 1
-    assert watched.stuck() is None, "20 starts of a probe are longer: 30 min"
+    assert watched.stuck_reason() is None, "20 starts of a probe are longer: 30 min"
     watched._began -= 600
-    reason = watched.stuck()
+    reason = watched.stuck_reason()
     assert reason is not None and reason.outcome == "user", "so that it is not started again"
     assert "ended 30 min after its start" in reason.message and "no optimizer step of torch was seen" in reason.message
     heartbeat(run, "train-x-1", 0, alive_at=time.time())
-    assert watched.stuck() is None, "a rank on another node has stepped"
+    assert watched.stuck_reason() is None, "a rank on another node has stepped"
 
 
 def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> None:
@@ -453,7 +459,7 @@ def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> Non
     folder = ScriptAttempt(run.path, "train-x-1", 1).path
     folder.mkdir(parents=True)
     (folder / "failure-1.json").write_text(json.dumps(told))
-    assert watched.stuck() is None
+    assert watched.stuck_reason() is None
 
 
 def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Path) -> None:
@@ -469,8 +475,10 @@ def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Pat
     assert script is not None
     (tmp_path / "log").write_text("acc 10\n[rank1]: acc 99\n[rank0]: acc 20\n")
     logs = (tmp_path / "log", tmp_path / "none")
-    assert found(script, {}, logs, first=True, workdir=tmp_path) == {"acc": [10.0, 20.0]}
-    assert found(script, {}, logs, workdir=tmp_path) == {"acc": [10.0, 99.0, 20.0]}, "one file of all ranks, unmarked"
+    assert read_metrics(script, {}, logs, first_rank_only=True, workdir=tmp_path) == {"acc": [10.0, 20.0]}
+    assert read_metrics(script, {}, logs, workdir=tmp_path) == {"acc": [10.0, 99.0, 20.0]}, (
+        "one file of all ranks, unmarked"
+    )
 
 
 @pytest.fixture
@@ -494,12 +502,12 @@ def second_start(run: RunDir, *rows: dict[str, object]) -> tuple[ScriptTraining,
     tells(run, "train-x-2", *rows, step=1, samples=16.0)
     attempt.plan_path.write_text("{}")
     os.utime(attempt.plan_path, (STARTED + 101, STARTED + 101))
-    training.follow(attempt, command, after=0)
+    training.log_progress(attempt, command, after=0)
     return training, training.base(command)
 
 
 def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alone: RunDir) -> None:
-    out = ScriptTraining(alone, task(alone, "train-x-2", 16)).out
+    out = ScriptTraining(alone, task(alone, "train-x-2", 16)).output_folder
     saves(out / "epoch-1", STARTED + 20)
     load = {"kind": "load", "path": str(out.resolve() / "epoch-1" / "state.json"), "written": STARTED + 20}
     training, base = second_start(alone, load)
@@ -508,7 +516,9 @@ def test_a_script_that_resumes_by_itself_is_counted_from_what_it_has_loaded(alon
     assert (kept.resumes_from, kept.lost) == ("{out}/epoch-*/state.json", (480,))
     message = next(row for row in alone.training("x").newest_metrics() if row["kind"] == "warning")["message"]
     assert "resumed by itself" in message and 'resume: {checkpoint: "{out}/epoch-*/state.json"}' in message
-    assert training.goes_on == "same" and training.checkpoint() == out / "epoch-1" / "state.json", "the next start, too"
+    assert training.resume_verdict == "same" and training.newest_checkpoint() == out / "epoch-1" / "state.json", (
+        "the next start, too"
+    )
 
 
 @pytest.mark.parametrize(
@@ -523,7 +533,7 @@ def test_a_script_that_loads_nothing_of_its_training_begins_anew(
     alone: RunDir, load: tuple[dict[str, object], ...]
 ) -> None:
     training, base = second_start(alone, *load)
-    assert base == (0, 0) and training.goes_on == "none" and training.checkpoint() is None
+    assert base == (0, 0) and training.resume_verdict == "none" and training.newest_checkpoint() is None
 
 
 def begun(run: RunDir, samples: int | None, *, dataset: int = 800) -> None:
@@ -546,9 +556,9 @@ def begun(run: RunDir, samples: int | None, *, dataset: int = 800) -> None:
 def test_an_epoch_is_what_the_loader_delivers(alone: RunDir, epoch: int | None, dataset: int, total: int) -> None:
     begun(alone, epoch, dataset=dataset)
     training, command = ScriptTraining(alone, task(alone, "train-x-1", 16)), LeaderCommand(task="train-x-1", attempt=1)
-    assert training.total == total
+    assert training.total_samples == total
     heartbeat(alone, "train-x-1", 0, step=92, samples=float(total))
-    settled(alone, training.task, command, ExitReason(None))
+    settle_attempt(alone, training.task, command, ExitReason(None))
     rows = alone.training("x").newest_metrics()
     assert not [row for row in rows if row["kind"] == "warning" and "ended after" in row["message"]], rows
 
@@ -558,7 +568,7 @@ def test_steps_that_come_to_train_on_more_samples_are_told_with_both_figures(alo
     attempt, batch = ScriptAttempt(alone.path, "train-x-1", 1), 16.0
     for step, samples in ((10, 16.0), (20, 16.5), (30, None), (40, 64.0), (50, 64.0), (60, 16.0)):
         heartbeat(alone, "train-x-1", 0, step=step, step_samples=samples)
-        batch = training.follow_batch(attempt, command, before=batch)
+        batch = training.check_step_samples(attempt, command, previous=batch)
     rows = [row["message"] for row in alone.training("x").newest_metrics() if row["kind"] == "warning"]
     assert [message.partition(", and the command was given a batch of 16")[0] for message in rows] == [
         "by step 40 a step has come to train on 64 samples",
@@ -576,5 +586,5 @@ def test_steps_that_come_to_train_on_more_samples_are_told_with_both_figures(alo
 )
 def test_the_last_line_of_a_script_says_why_it_took_no_step(tmp_path: Path, log: str, line: str) -> None:
     (tmp_path / "log").write_text(log)
-    assert last_line(tmp_path / "log") == line
-    assert (line or "started without -I") in no_step(tmp_path / "log")
+    assert last_script_line(tmp_path / "log") == line
+    assert (line or "started without -I") in describe_missing_step(tmp_path / "log")

@@ -16,9 +16,9 @@ from tula_cli.cluster.attempt import RunningAttempt
 from tula_cli.cluster.group import RankSpawner
 from tula_cli.cluster.scripts import checkpoints, watch
 from tula_cli.cluster.supervise import supervise
-from tula_cli.cluster.watching.lookout import Lookout
+from tula_cli.cluster.watching.lookout import ChangeWatcher
 from tula_cli.host.leftovers import GpuMemory
-from tula_cli.run.code import choose, snapshot
+from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -159,7 +159,7 @@ def test_each_batch_is_a_start_of_the_command(folder: Path, nodes: int) -> None:
         assert result.environment.device == "cpu" and result.environment.nodes[0].ranks == nodes
         assert result.script is not None and result.script.lr is not None and result.script.lr.first == 0.5
     assert [attempt.outcome for attempt in run.attempts("probe")] == ["done", "done"]
-    assert ScriptAttempt(run.path, "probe", 2).out.is_dir(), "a probe has a folder of its own"
+    assert ScriptAttempt(run.path, "probe", 2).output_folder.is_dir(), "a probe has a folder of its own"
 
 
 def test_a_script_that_ignores_its_batch_is_told_with_both_figures(folder: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_rank_that_fails_takes_the_others_along(folder: Path) -> None:
 
 
 def test_a_script_that_steps_no_more_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "SILENCE", 0.5)
+    monkeypatch.setattr(watch, "PROBE_SILENCE", 0.5)
     stuck = job(folder, within="if number == 4: time.sleep(600)", search={"warmup_steps": 8})
     (result,) = probes(folder, stuck, sizes=(4,)).results()
     assert isinstance(result, Failed) and "ended as stuck" in result.message
@@ -232,7 +232,7 @@ def test_what_was_submitted_is_what_runs(folder: Path, command: str, monkeypatch
     monkeypatch.chdir(folder)
     spec = job(folder, what_else="from amount import sixteen; assert sixteen == 16", script={"command": command})
     run = RunDir.create(folder / "tula-runs", spec)
-    code = snapshot(run, spec, choose(run, spec, folder, keep=False))
+    code = take_snapshot(run, spec, choose_code(run, spec, folder, keep=False))
     task = ProbeTask(id="p", job="p", spec=spec, workdir=str(folder), nodes=1, local_batches=(4,), code=code)
     run.write_task(task)
     (folder / "amount.py").write_text("sixteen = 17")
@@ -343,7 +343,7 @@ def test_a_metric_that_is_nowhere_is_told(folder: Path) -> None:
 def test_a_script_is_asked_to_save_before_the_time_limit(
     folder: Path, save: str, what_else: str, within: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "SETTLED", 0.2)
+    monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 0.2)
     monkeypatch.setattr(cluster_attempt, "END_GRACE", 1.0)
     never = "if number % 10 == 0: number += 1"  # no checkpoint by itself
     spec = job(
@@ -367,11 +367,11 @@ def test_a_script_is_asked_to_save_before_the_time_limit(
         Attempt(task=task.id, number=1, started_at=0.0),
         command,
         float("inf"),
-        Lookout(run.path, allocation),
+        ChangeWatcher(run.path, allocation),
     )
-    monkeypatch.setattr(Allocation, "leave_at", lambda *_: time.time() + 2.0)
+    monkeypatch.setattr(Allocation, "leave_time", lambda *_: time.time() + 2.0)
     monkeypatch.setattr(RunningAttempt, "_leave_at", property(lambda _: began + 2.0))
     began = time.time()
-    reason = running.until_exit()
+    reason = running.run_to_exit()
     assert (reason.outcome, reason.message) == ("time_limit", "time limit of job 7 reached")
     assert (run.training("x").path / "out" / "state.json").exists()

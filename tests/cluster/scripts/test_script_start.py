@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_start import first_rank, rendezvous
+from tula_cli.cluster.rank_start import first_rank, rendezvous_address
 from tula_cli.cluster.scripts import scaled
 from tula_cli.cluster.scripts.copies import copy_shim
-from tula_cli.cluster.scripts.start import ScriptStart, preview
+from tula_cli.cluster.scripts.start import ScriptStart, preview_command
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed
 from tula_cli.run.directory import RunDir
@@ -68,7 +68,9 @@ def start(
 
 
 def commands(found: ScriptStart) -> list[str]:
-    return [" ".join(one.command[2:] if one.command[1] == "-u" else one.command) for one in found.starts(Path("log"))]
+    return [
+        " ".join(one.command[2:] if one.command[1] == "-u" else one.command) for one in found.rank_commands(Path("log"))
+    ]
 
 
 def test_each_rank_on_this_machine_is_a_process(tmp_path: Path) -> None:
@@ -76,7 +78,7 @@ def test_each_rank_on_this_machine_is_a_process(tmp_path: Path) -> None:
         tmp_path, "a.py -b {local_batch} --lr {lr} -n {world} -r {rank} -s {steps} -w {workers}", train=True, batch=32
     )
     assert commands(found) == [f"a.py -b 16 --lr 0.1 -n 2 -r {rank} -s 10 -w 1" for rank in (0, 1)]
-    first, second = found.starts(Path("log"))
+    first, second = found.rank_commands(Path("log"))
     expected = {
         "RANK": "1",
         "LOCAL_RANK": "1",
@@ -100,7 +102,7 @@ def test_on_slurm_each_supervisor_starts_its_own(tmp_path: Path, launcher: str, 
     found = start(tmp_path, "a.py {batch} {node_rank} {rank} {local_rank}", index=index, cluster=cluster)
     assert commands(found) == [f"a.py 32 1 {rank} {rank % 2}" for rank in ranks]
     assert first_rank(found.allocation, found.task) == ranks[0]
-    environment = found.starts(Path("log"))[0].environment
+    environment = found.rank_commands(Path("log"))[0].environment
     assert environment["LOCAL_WORLD_SIZE"] == "2" and environment["OMP_NUM_THREADS"] == (
         "6" if launcher == "srun" else "3"
     )
@@ -110,10 +112,10 @@ def test_a_command_a_node_is_one_task_of_slurm_and_knows_no_rank(tmp_path: Path)
     command = "torchrun --nnodes {nodes} --node-rank {node_rank} --nproc-per-node {gpus_per_node} --master-port {master_port} a.py {local_batch}"
     found = start(tmp_path, command, index=1, script={"launch": "node"}, cluster=SLURM)
     assert commands(found) == ["torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-port 4711 a.py 8"]
-    (one,) = found.starts(Path("log"))
+    (one,) = found.rank_commands(Path("log"))
     assert not one.environment.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"}
     assert first_rank(found.allocation, found.task) == 2
-    asked = sbatch.parameters(found.run, found.task)
+    asked = sbatch.submitit_parameters(found.run, found.task)
     assert (asked["nodes"], asked["ntasks_per_node"], asked["cpus_per_task"]) == (2, 1, 12)
 
 
@@ -122,16 +124,16 @@ def test_commands_of_two_nodes_on_this_machine_have_gpus_of_their_own(
 ) -> None:
     monkeypatch.setattr("tula_cli.cluster.scripts.start.has_gpu", lambda: True)
     found = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"gpus_per_node": 2})
-    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in found.starts(Path("log"))] == ["0,1", "2,3"]
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in found.rank_commands(Path("log"))] == ["0,1", "2,3"]
     on_cpu = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"device": "cpu"})
-    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in on_cpu.starts(Path("log"))] == ["", ""]
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in on_cpu.rank_commands(Path("log"))] == ["", ""]
 
 
 def test_a_checkpoint_is_told_and_a_probe_has_words_of_its_own(tmp_path: Path) -> None:
     script = {"resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/*"}, "probe": {"args": "--no-eval"}}
     assert commands(start(tmp_path, "a.py {batch}", script=script))[0] == "a.py 32 --no-eval"
     again = start(tmp_path, "a.py {batch}", train=True, script=script, checkpoint="/x y/1.pt")
-    assert again.starts(Path("log"))[0].command[-2:] == ("--resume", "/x y/1.pt")
+    assert again.rank_commands(Path("log"))[0].command[-2:] == ("--resume", "/x y/1.pt")
     assert commands(start(tmp_path, "a.py {batch}", train=True, script=script))[0] == "a.py 32"
 
 
@@ -156,7 +158,7 @@ def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
     told = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).plan().ags
     assert told is not None and told.resumed and told.steps_per_epoch == 100 // 32
     probe = start(tmp_path, "a.py {batch}", **paper).plan().ags
-    assert probe is not None and probe.steps_per_epoch == scaled.NEVER, "a probe times plain steps"
+    assert probe is not None and probe.steps_per_epoch == scaled.NEVER_STEPS, "a probe times plain steps"
     with pytest.raises(JobFailed, match="nothing tells how many samples"):
         start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": "auto"}, **paper).plan()
 
@@ -166,15 +168,15 @@ def test_what_was_scaled_is_told_over_all_attempts() -> None:
         so_far = {"apply_to": "update", "steps": steps, "scaled": share, "mean": mean}
         return {"kind": "row", "ags": {"mean": 9.0, "so_far": so_far}}
 
-    found = scaled.applied([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
+    found = scaled.summarize_scaling([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
     assert found == Scaled(steps=40, scaled=0.875, mean=found.mean if found else 0.0, apply_to="update")
     assert found is not None and found.mean == pytest.approx(1.3)
-    assert scaled.applied([{}, {"kind": "row"}]) is None
+    assert scaled.summarize_scaling([{}, {"kind": "row"}]) is None
 
 
 def test_the_first_command_can_be_seen_before_anything_is_written(tmp_path: Path) -> None:
     found = start(tmp_path, "env 'A=a b' a.py -b {batch} --lr {lr}")
-    assert preview(found.run, found.task) == "env 'A=a b' a.py -b 32 --lr 0.1"  # type: ignore[arg-type]
+    assert preview_command(found.run, found.task) == "env 'A=a b' a.py -b 32 --lr 0.1"  # type: ignore[arg-type]
     assert not found.run.path.exists()
 
 
@@ -186,5 +188,5 @@ def test_the_shim_is_copied_once(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_script_meet_at_an_address(tmp_path: Path) -> None:
-    address, _, port = rendezvous(start(tmp_path, "a.py {batch}").task).rpartition(":")
+    address, _, port = rendezvous_address(start(tmp_path, "a.py {batch}").task).rpartition(":")
     assert address == "127.0.0.1" and int(port) > 0

@@ -11,7 +11,7 @@ from tula_cli.cluster.slurm.partitions import (
     NodeKind,
     Partition,
     Site,
-    fill_in,
+    fill_template,
     parse_gres,
     parse_minutes,
     parse_partitions,
@@ -277,16 +277,16 @@ def test_what_a_job_can_have_of_a_node_is_asked_for(commands, row, node, limits,
     answers = {"node": node, "partition": limits, "config": config}
     cases = " ".join(f"*show\\ {name}*) {says(text + chr(10))}\n;;" for name, text in answers.items() if text)
     commands("scontrol", f'case "$*" in {cases} *) exit 1;; esac')
-    found = site.ask()
+    found = site.ask_site()
     assert found is not None
-    asked = {setting.key.rpartition(".")[2]: setting.value for setting in site.settings(found)}
+    asked = {setting.key.rpartition(".")[2]: setting.value for setting in site.site_settings(found)}
     assert (asked["cpus_per_task"], asked["memory"], asked["nodes"]) == (str(cpus), memory, str(nodes))
 
 
 def test_partitions_and_accounts_are_asked_for(commands):
     commands("sinfo", says(RECORDED))
     commands("sacctmgr", says("lab|\nlab|gpu\n|\nother|\n"))
-    found = site.ask()
+    found = site.ask_site()
     assert found is not None
     assert found.default is not None
     assert (found.default.name, found.accounts) == ("main", ("lab", "other"))
@@ -295,30 +295,30 @@ def test_partitions_and_accounts_are_asked_for(commands):
 def test_without_accounting_there_are_no_accounts(commands):
     commands("sinfo", says(RECORDED))
     commands("sacctmgr", "echo 'You are not running a supported accounting_storage plugin' >&2; exit 1")
-    found = site.ask()
+    found = site.ask_site()
     assert found is not None
     assert found.accounts == ()
 
 
 @pytest.mark.parametrize("script", [None, "exit 1", "echo nonsense", "exec /bin/sleep 60", "echo main >&2"])
 def test_a_scheduler_that_does_not_answer_is_none(commands, monkeypatch, script):
-    monkeypatch.setattr(site, "PATIENCE", 0.3)
+    monkeypatch.setattr(site, "COMMAND_TIMEOUT", 0.3)
     if script:
         commands("sinfo", script)
-    assert site.ask() is None
+    assert site.ask_site() is None
 
 
 def test_hosts_of_a_job(commands):
     commands("squeue", "echo 'node[1-2]'")
     commands("scontrol", 'test "$3" = "node[1-2]" && printf "node1\\nnode2\\n"')
-    assert site.allocated("7") == ("node1", "node2")
+    assert site.allocated_hosts("7") == ("node1", "node2")
 
 
 def test_hosts_of_a_job_that_the_queue_has_forgotten(commands):
     commands("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     commands("sacct", "echo node4")
     commands("scontrol", 'echo "$3"')
-    assert site.allocated("7") == ("node4",)
+    assert site.allocated_hosts("7") == ("node4",)
 
 
 @pytest.mark.parametrize("told", ["", "(null)", "None assigned"])
@@ -326,7 +326,7 @@ def test_a_job_without_nodes_has_no_hosts(commands, told):
     commands("squeue", f"echo '{told}'")
     commands("sacct", "exit 1")
     commands("scontrol", 'echo "$3"')
-    assert site.allocated("7") == ()
+    assert site.allocated_hosts("7") == ()
 
 
 # --- a job spec to match
@@ -340,7 +340,7 @@ def loaded(text: str, folder: Path) -> JobSpec:
 
 def test_the_default_partition_is_filled_in(tmp_path):
     other = partition(name="debug", default=False, minutes=30)
-    text = fill_in(TEMPLATE, Site((other, partition()), ("physics",)))
+    text = fill_template(TEMPLATE, Site((other, partition()), ("physics",)))
     spec = loaded(text, tmp_path)
     slurm = spec.cluster.slurm
     assert slurm is not None
@@ -351,7 +351,7 @@ def test_the_default_partition_is_filled_in(tmp_path):
 
 
 def test_what_the_scheduler_does_not_tell_stays_as_it_was(tmp_path):
-    text = fill_in(TEMPLATE, Site((partition(),), ()))
+    text = fill_template(TEMPLATE, Site((partition(),), ()))
     before, after = loaded(TEMPLATE, tmp_path), loaded(text, tmp_path)
     for name in ("name", "model", "dataset", "transforms", "optimizer", "schedule", "train", "search", "pricing"):
         assert getattr(before, name) == getattr(after, name)
@@ -363,24 +363,24 @@ def test_what_the_scheduler_does_not_tell_stays_as_it_was(tmp_path):
 def test_the_search_stays_within_the_partition(tmp_path):
     sizes = {1: [1], 2: [1, 2], 3: [1, 2], 4: [2, 4], 9: [2, 4, 8], 16: [2, 4, 8, 16], 99: [2, 4, 8, 16]}
     for size, nodes in sizes.items():
-        spec = loaded(fill_in(TEMPLATE, Site((partition(kinds=(NodeKind(size, 8, 1000, ()),)),), ())), tmp_path)
+        spec = loaded(fill_template(TEMPLATE, Site((partition(kinds=(NodeKind(size, 8, 1000, ()),)),), ())), tmp_path)
         assert spec.search.nodes == nodes
         assert sum(nodes) * spec.measuring_minutes() / 60 <= (spec.search.max_node_hours or 0)
     small = partition(most_nodes=4)
-    assert loaded(fill_in(TEMPLATE, Site((small,), ())), tmp_path).search.nodes == [2, 4]
+    assert loaded(fill_template(TEMPLATE, Site((small,), ())), tmp_path).search.nodes == [2, 4]
 
 
 @pytest.mark.parametrize(
     ("limit", "training", "measuring"), [(None, 120, 20), (600, 120, 20), (60, 60, 20), (15, 15, 13)]
 )
 def test_time_limits_stay_within_the_partitions(tmp_path, limit, training, measuring):
-    spec = loaded(fill_in(TEMPLATE, Site((partition(minutes=limit),), ())), tmp_path)
+    spec = loaded(fill_template(TEMPLATE, Site((partition(minutes=limit),), ())), tmp_path)
     assert spec.cluster.slurm is not None
     assert (spec.cluster.slurm.minutes, spec.search.max_minutes) == (training, measuring)
 
 
 def test_nodes_without_gpus_run_on_the_cpu(tmp_path):
-    spec = loaded(fill_in(TEMPLATE, Site((partition(kinds=(NodeKind(4, 2, 0, ()),)),), ())), tmp_path)
+    spec = loaded(fill_template(TEMPLATE, Site((partition(kinds=(NodeKind(4, 2, 0, ()),)),), ())), tmp_path)
     assert (spec.cluster.device, spec.cluster.gpus_per_node, spec.train.workers) == ("cpu", 1, 1)
     assert spec.cluster.slurm is not None
     assert (spec.cluster.slurm.cpus_per_task, spec.cluster.slurm.memory) == (2, None)
@@ -388,13 +388,13 @@ def test_nodes_without_gpus_run_on_the_cpu(tmp_path):
 
 def test_one_of_several_types_of_gpu_is_taken(tmp_path):
     kind = NodeKind(4, 16, 64000, parse_gres("gpu:kepler:1,gpu:tesla:2"))
-    spec = loaded(fill_in(TEMPLATE, Site((partition(kinds=(kind,)),), ())), tmp_path)
+    spec = loaded(fill_template(TEMPLATE, Site((partition(kinds=(kind,)),), ())), tmp_path)
     assert spec.cluster.slurm is not None
     assert (spec.cluster.gpus_per_node, spec.cluster.slurm.gpu_type) == (2, "tesla")
 
 
 def test_several_accounts_are_listed_and_none_is_chosen(tmp_path):
-    text = fill_in(TEMPLATE, Site((partition(),), ("a", "b")))
+    text = fill_template(TEMPLATE, Site((partition(),), ("a", "b")))
     spec = loaded(text, tmp_path)
     assert spec.cluster.slurm is not None
     assert spec.cluster.slurm.account is None
@@ -402,7 +402,7 @@ def test_several_accounts_are_listed_and_none_is_chosen(tmp_path):
 
 
 def test_without_a_default_all_partitions_are_listed_and_none_is_chosen(tmp_path):
-    text = fill_in(TEMPLATE, Site((partition(default=False), partition(name="cpu", default=False)), ()))
+    text = fill_template(TEMPLATE, Site((partition(default=False), partition(name="cpu", default=False)), ()))
     spec = loaded(text, tmp_path)
     assert spec.cluster.slurm is not None
     assert spec.cluster.slurm.partition is None
@@ -412,26 +412,26 @@ def test_without_a_default_all_partitions_are_listed_and_none_is_chosen(tmp_path
 
 
 def test_the_only_partition_needs_no_star(tmp_path):
-    spec = loaded(fill_in(TEMPLATE, Site((partition(default=False),), ())), tmp_path)
+    spec = loaded(fill_template(TEMPLATE, Site((partition(default=False),), ())), tmp_path)
     assert spec.cluster.slurm is not None
     assert spec.cluster.slurm.partition == "gpu"
 
 
 @pytest.mark.parametrize("name", ["1234", "1e3", "on", "true", "null", "a: b", "0x1", "no"])
 def test_names_stay_words(tmp_path, name):
-    spec = loaded(fill_in(TEMPLATE, Site((partition(name=name),), (name,))), tmp_path)
+    spec = loaded(fill_template(TEMPLATE, Site((partition(name=name),), (name,))), tmp_path)
     assert spec.cluster.slurm is not None
     assert (spec.cluster.slurm.partition, spec.cluster.slurm.account) == (name, name)
 
 
 def test_a_partition_of_broken_nodes_is_told_as_such():
-    text = fill_in(TEMPLATE, Site((partition(), partition(name="old", default=False, kinds=())), ()))
+    text = fill_template(TEMPLATE, Site((partition(), partition(name="old", default=False, kinds=())), ()))
     assert "old: no node that can run a job" in text
 
 
 def test_a_template_that_lacks_a_line_is_our_mistake():
     with pytest.raises(AssertionError, match=r"cluster\.slurm\.partition"):
-        fill_in(TEMPLATE.replace("partition:", "queue:"), Site((partition(),), ()))
+        fill_template(TEMPLATE.replace("partition:", "queue:"), Site((partition(),), ()))
 
 
 def test_a_setting_of_another_section_is_not_taken_for_it():

@@ -6,7 +6,7 @@ import make_runs as make
 import pytest
 from fake_slurm import FakeSlurm
 
-from tula_cli.cluster.slurm.path_patterns import require_plain
+from tula_cli.cluster.slurm.path_patterns import require_plain_path
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
@@ -35,10 +35,10 @@ def task(run: RunDir) -> ProbeTask:
 def test_what_would_be_replaced_is_refused_with_the_path(tmp_path: Path, name: str, refused: str) -> None:
     path = tmp_path / name / "tula-runs" / "job-1234"
     if not refused:
-        require_plain(path)
+        require_plain_path(path)
         return
     with pytest.raises(SpecError) as told:
-        require_plain(path)
+        require_plain_path(path)
     assert f"has {refused}" in told.value.message and str(path) in told.value.message
     assert "\n" not in told.value.message and told.value.hint
 
@@ -47,7 +47,7 @@ def test_a_link_to_such_a_folder_is_one(tmp_path: Path) -> None:
     (tmp_path / "%j").mkdir()
     (tmp_path / "plain").symlink_to(tmp_path / "%j")
     with pytest.raises(SpecError, match="has %j"):
-        require_plain(tmp_path / "plain" / "run")
+        require_plain_path(tmp_path / "plain" / "run")
 
 
 @pytest.mark.promise(

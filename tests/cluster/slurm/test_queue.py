@@ -11,8 +11,8 @@ from tula_cli.cluster.scheduling.chains import chain_state
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import ask, ended_how, ends_at, live, named
-from tula_cli.cluster.slurm.refused_jobs import refused
+from tula_cli.cluster.slurm.queue import ask_states, end_outcome, ends_at, live_ids, live_jobs
+from tula_cli.cluster.slurm.refused_jobs import refusal_error
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
 
@@ -51,7 +51,7 @@ def recorded(slurm, monkeypatch):
 
 
 def test_how_jobs_of_a_real_cluster_stand(recorded):
-    states = ask(list(recorded.values()))
+    states = ask_states(list(recorded.values()))
     found = {what: states[id_] for what, id_ in recorded.items() if id_ in states}
     assert {what: state.state for what, state in found.items()} == {
         "done": "ended", "failed": "ended", "oom": "ended", "timeout": "ended", "unshared": "ended", "cancelled": "ended",
@@ -62,7 +62,7 @@ def test_how_jobs_of_a_real_cluster_stand(recorded):
     assert found["waiting"].starts_at == ends_at(recorded["running"], {}) == 1_795_262_039
     assert "will not start" in found["closed"].reason
     assert "could not be started on its node" in found["unshared"].reason
-    assert ask([recorded["unknown"]]) == {}
+    assert ask_states([recorded["unknown"]]) == {}
 
 
 def test_how_allocations_of_a_real_cluster_ended(recorded):
@@ -78,15 +78,15 @@ def test_how_allocations_of_a_real_cluster_ended(recorded):
         "waiting",
         "unknown",
     )
-    assert [ended_how(recorded[name]) for name in names] == [
+    assert [end_outcome(recorded[name]) for name in names] == [
         None, None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure", None, None,
     ]  # fmt: skip
-    assert ended_how(recorded["requeued"], restart=0) == "preempted"
+    assert end_outcome(recorded["requeued"], restart=0) == "preempted"
 
 
 def test_accounting_of_a_real_cluster_tells_the_same(recorded):
     names = ("done", "failed", "oom", "timeout", "cancelled", "preempted", "node_fail")
-    assert [scheduler._outcome(scheduler._run_of(recorded[name], None)) for name in names] == [
+    assert [scheduler._outcome_of_rows(scheduler._rows_of_run(recorded[name], None)) for name in names] == [
         None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure",
     ]  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_accounting_of_a_real_cluster_tells_the_same(recorded):
 def test_one_question_tells_how_all_jobs_stand(versions):
     running, waiting = versions.add("a", "RUNNING"), versions.add("b", "PENDING", "Resources", starts=local(2e9))
     done, failed = versions.add("c", "COMPLETED"), versions.add("d", "FAILED", "NonZeroExitCode")
-    found = ask([running, waiting, done, failed])
+    found = ask_states([running, waiting, done, failed])
     assert found[running] == SchedulerState("running")
     assert found[waiting] == SchedulerState("pending", "Resources", 2e9)
     assert found[done] == SchedulerState("ended")
@@ -108,52 +108,52 @@ def test_one_question_tells_how_all_jobs_stand(versions):
 
 def test_sacct_tells_of_jobs_that_squeue_has_forgotten(versions):
     running, over = versions.add("a", "RUNNING"), versions.add("b", "TIMEOUT", forgotten=True)
-    found = ask([running, over])
+    found = ask_states([running, over])
     assert found[running].state == "running"
     assert found[over] == SchedulerState("ended", "TIMEOUT: its time limit was reached")
 
 
 def test_a_single_job_that_squeue_calls_invalid_is_asked_of_sacct(versions):
     over = versions.add("b", "CANCELLED by 1000", forgotten=True)
-    assert ask([over])[over].reason.startswith("CANCELLED by 1000: ")
+    assert ask_states([over])[over].reason.startswith("CANCELLED by 1000: ")
 
 
 def test_a_squeue_that_fails_for_one_unknown_job_is_asked_for_all_of_ours(slurm):
     running, over = slurm.add("a", "RUNNING"), slurm.add("b", "COMPLETED", forgotten=True)
     foreign = slurm.add("c", "RUNNING", user=4711)
     slurm.fault(squeue="refuses unknown")
-    found = ask([running, over])
+    found = ask_states([running, over])
     assert (found[running].state, found[over].state) == ("running", "ended")
     assert foreign not in found
 
 
 def test_a_job_that_nobody_knows_is_not_in_the_answer(versions):
-    assert ask(["4711"]) == {}
-    assert ask([]) == {}
+    assert ask_states(["4711"]) == {}
+    assert ask_states([]) == {}
 
 
 @pytest.mark.parametrize("sacct", ["disabled", "unreachable", "knows nothing"])
 def test_without_sacct_squeue_has_to_do(slurm, sacct):
     done, forgotten = slurm.add("a", "COMPLETED"), slurm.add("b", "COMPLETED", forgotten=True)
     slurm.fault(sacct=sacct)
-    assert ask([done, forgotten]) == {done: SchedulerState("ended")}
+    assert ask_states([done, forgotten]) == {done: SchedulerState("ended")}
 
 
 def test_squeue_outweighs_an_sacct_that_calls_a_requeued_job_over(slurm):
     again = slurm.add("a", "RUNNING", restarts=1, accounted="NODE_FAIL")
-    assert ask([again])[again].state == "running"
+    assert ask_states([again])[again].state == "running"
 
 
 def test_an_sacct_that_lags_does_not_bring_a_job_back_to_life(slurm):
     over = slurm.add("a", "COMPLETED", forgotten=True, accounted="RUNNING")
-    assert ask([over])[over] == SchedulerState("unknown", "sacct says RUNNING, squeue knows no more")
+    assert ask_states([over])[over] == SchedulerState("unknown", "sacct says RUNNING, squeue knows no more")
 
 
 @pytest.mark.parametrize("squeue", ["unreachable", "timeout"])
 def test_a_silent_controller_says_nothing_about_jobs(slurm, squeue):
     running, over = slurm.add("a", "RUNNING", accounted="RUNNING"), slurm.add("b", "COMPLETED")
     slurm.fault(squeue=squeue)
-    found = ask([running, over, "4711"])
+    found = ask_states([running, over, "4711"])
     assert (found[running].state, found["4711"].state) == ("unknown", "unknown")
     assert "squeue does not answer: slurm_load_jobs error" in found[running].reason
     assert found[over].state == "ended", "sacct knows the end"
@@ -162,27 +162,27 @@ def test_a_silent_controller_says_nothing_about_jobs(slurm, squeue):
 def test_a_command_that_hangs_is_given_up(slurm, monkeypatch):
     job = slurm.add("a", "RUNNING")
     slurm.fault(squeue="hang", sacct="hang", scontrol="hang")
-    monkeypatch.setattr(slurm_command, "PATIENCE", 0.2)
-    assert "took more than 0.2 s" in ask([job])[job].reason
-    assert ended_how(job) is None
+    monkeypatch.setattr(slurm_command, "COMMAND_TIMEOUT", 0.2)
+    assert "took more than 0.2 s" in ask_states([job])[job].reason
+    assert end_outcome(job) is None
     assert ends_at(job, {}) is None
-    assert named("a") == []
+    assert live_ids("a") == []
 
 
 def test_missing_commands_are_no_error(slurm):
     job = slurm.add("a", "RUNNING")
     for command in ("squeue", "sacct", "scontrol", "scancel"):
         slurm.without(command)
-    assert ask([job])[job].state == "unknown"
-    assert (ended_how(job), ends_at(job, {}), named("a")) == (None, None, [])
-    assert scheduler.cancel([job]) == "scancel: No such file or directory"
+    assert ask_states([job])[job].state == "unknown"
+    assert (end_outcome(job), ends_at(job, {}), live_ids("a")) == (None, None, [])
+    assert scheduler.cancel_jobs([job]) == "scancel: No such file or directory"
 
 
 def test_garbage_is_no_error(slurm):
     job = slurm.add("a", "RUNNING")
     slurm.fault(squeue="garbage", scontrol="garbage")
-    assert ask([job])[job].state == "unknown"
-    assert (ended_how(job), ends_at(job, {}), named("a")) == (None, None, [])
+    assert ask_states([job])[job].state == "unknown"
+    assert (end_outcome(job), ends_at(job, {}), live_ids("a")) == (None, None, [])
 
 
 @pytest.mark.parametrize(
@@ -203,12 +203,12 @@ def test_garbage_is_no_error(slurm):
 )
 def test_states_by_their_first_word_and_an_unknown_one_is_not_over(slurm, words, state):
     job = slurm.add("a", words)
-    assert ask([job])[job].state == state
+    assert ask_states([job])[job].state == state
 
 
 def test_a_reason_that_waiting_does_not_cure_is_told(versions):
     job = versions.add("a", "PENDING", "PartitionDown")
-    assert ask([job])[job].reason == "PartitionDown: will not start, the partition is down"
+    assert ask_states([job])[job].reason == "PartitionDown: will not start, the partition is down"
 
 
 @pytest.mark.promise(
@@ -235,10 +235,10 @@ def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_
         versions.add("b", "PENDING", reason),
         versions.add("c", "PENDING", "Dependency"),
     )
-    told = ask([first, second])[second].reason
+    told = ask_states([first, second])[second].reason
     assert told.startswith(reason) and words.format(id=second) in told
     job = Job(id="j", scheduler="slurm", scheduler_id=first, nodes=1, submitted_at=0, links=(first, second, third))
-    now = chain_state(job, ask(job.links), forgotten="")
+    now = chain_state(job, ask_states(job.links), forgotten="")
     assert now.state == "running"
     kept = "Reserved" not in reason  # which ends by itself
     assert now.reason == (f"job {second}, which goes on after it: {told}" if kept else "")
@@ -247,7 +247,7 @@ def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_
 @pytest.mark.parametrize("word", ["SUSPENDED", "STOPPED"])
 def test_a_job_that_stands_still_says_so_and_how_it_goes_on(versions, word):
     job = versions.add("a", word)
-    state = ask([job])[job]
+    state = ask_states([job])[job]
     assert (state.state, state.suspended) == ("running", True)
     assert state.reason.startswith("suspended: ") and f"scontrol resume {job}" in state.reason
     assert "\n" not in state.reason
@@ -255,7 +255,7 @@ def test_a_job_that_stands_still_says_so_and_how_it_goes_on(versions, word):
 
 def test_a_job_that_could_not_start_on_its_node_says_so(slurm):
     job = slurm.add("a", "FAILED", "JobLaunchFailure")
-    assert "could not be started on its node" in ask([job])[job].reason
+    assert "could not be started on its node" in ask_states([job])[job].reason
 
 
 def test_sacct_is_asked_once_a_minute_about_a_job(slurm, monkeypatch):
@@ -263,16 +263,16 @@ def test_sacct_is_asked_once_a_minute_about_a_job(slurm, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: now[0])
     for _ in range(5):
-        ask([first])
+        ask_states([first])
     assert len(slurm.calls("sacct")) == 1
-    ask([first, second])
+    ask_states([first, second])
     assert [call.arguments[2] for call in slurm.calls("sacct")] == [f"--jobs={first}", f"--jobs={second}"]
     now[0] += 61
     slurm.set(first, "COMPLETED", forgotten=True)
-    assert ask([first, second])[first].state == "ended"
+    assert ask_states([first, second])[first].state == "ended"
     assert len(slurm.calls("sacct")) == 3
     now[0] += 3600
-    assert ask([first])[first].state == "ended"
+    assert ask_states([first])[first].state == "ended"
     assert len(slurm.calls("sacct")) == 3, "an end is final"
 
 
@@ -281,7 +281,7 @@ def test_a_users_own_formats_and_an_allocations_variables_are_kept_out(slurm, mo
     for name in ("SQUEUE_FORMAT", "SACCT_FORMAT", "SLURM_TIME_FORMAT", "SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
-    ask([job, "4711"])
+    ask_states([job, "4711"])
     called = [*slurm.calls("squeue"), *slurm.calls("sacct")]
     assert [call.environ for call in called] == [{"SLURM_CONF": "/etc/slurm/other.conf"}] * 2
 
@@ -322,60 +322,60 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
 def test_the_controller_tells_what_took_an_allocation_away(versions, state, reason, outcome):
-    assert ended_how(versions.add("a", state, reason)) == outcome
+    assert end_outcome(versions.add("a", state, reason)) == outcome
 
 
 @pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
 def test_sacct_tells_what_took_a_forgotten_allocation_away(slurm, state, reason, outcome):
     words = "CANCELLED by 1000" if state == "CANCELLED" else state
-    assert ended_how(slurm.add("a", words, forgotten=True)) == outcome
+    assert end_outcome(slurm.add("a", words, forgotten=True)) == outcome
 
 
 def test_a_killed_step_shows_that_memory_was_the_reason(versions):
     steps = [["batch", "FAILED"], ["0", "OUT_OF_MEMORY"]]
     job = versions.add("a", "FAILED", "NonZeroExitCode", steps=steps, derived="0:125")
-    assert ended_how(job) == "host_oom"
+    assert end_outcome(job) == "host_oom"
     assert not versions.calls("sacct"), "the controller knows"
     by_steps = versions.add("a", "FAILED", forgotten=True, steps=steps)
     by_code = versions.add("a", "FAILED", forgotten=True, derived="0:125")
-    assert [ended_how(by_steps), ended_how(by_code)] == ["host_oom", "host_oom"]
+    assert [end_outcome(by_steps), end_outcome(by_code)] == ["host_oom", "host_oom"]
 
 
 def test_the_exit_code_tells_that_a_supervisor_could_write_nothing(versions):
     known = versions.add("a", "FAILED", "NonZeroExitCode", derived="14:0")
     forgotten = versions.add("b", "FAILED", forgotten=True, derived="14:0")
-    assert [ended_how(known), ended_how(forgotten)] == ["storage", "storage"]
+    assert [end_outcome(known), end_outcome(forgotten)] == ["storage", "storage"]
 
 
 def test_memory_is_no_reason_where_the_time_was_up(slurm):
     job = slurm.add("a", "TIMEOUT", forgotten=True, steps=[["0", "OUT_OF_MEMORY"]])
-    assert ended_how(job) == "time_limit"
+    assert end_outcome(job) == "time_limit"
 
 
 def test_a_requeued_job_lives_and_what_ended_its_earlier_run_is_known(versions):
     earlier = [{"state": "NODE_FAIL", "derived": "0:0", "steps": [["batch", "CANCELLED"]]}]
     job = versions.add("a", "RUNNING", restarts=1, earlier=earlier, derived="0:125")
-    assert ended_how(job) is None
-    assert ended_how(job, restart=1) is None
-    assert ended_how(job, restart=0) == "node_failure"
+    assert end_outcome(job) is None
+    assert end_outcome(job, restart=1) is None
+    assert end_outcome(job, restart=0) == "node_failure"
 
 
 def test_a_requeued_job_was_taken_away_even_where_nothing_tells_why(slurm):
     job = slurm.add("a", "RUNNING", restarts=2)
     slurm.fault(sacct="disabled")
-    assert ended_how(job, restart=1) == "preempted"
+    assert end_outcome(job, restart=1) == "preempted"
 
 
 def test_the_exit_code_of_an_earlier_run_is_not_the_last_ones(slurm):
     earlier = [{"state": "NODE_FAIL", "derived": "0:125", "steps": []}]
     job = slurm.add("a", "FAILED", restarts=1, earlier=earlier, derived="0:125", accounted="COMPLETED")
-    assert ended_how(job) is None
+    assert end_outcome(job) is None
 
 
 def test_an_unknown_job_did_not_end_in_any_known_way(slurm):
-    assert ended_how("4711") is None
+    assert end_outcome("4711") is None
     slurm.fault(sacct="disabled", scontrol="unreachable")
-    assert ended_how("4711") is None
+    assert end_outcome("4711") is None
 
 
 # --- finding and ending jobs
@@ -388,23 +388,23 @@ def test_jobs_are_found_by_their_exact_name_and_owner(versions):
     versions.add("tula-a", "COMPLETED")
     versions.add("tula-a", "COMPLETING")
     odd = versions.add("tula-a", "EXPEDITING")
-    assert named("tula-a") == [ours, odd]
-    assert [job.name for job in live(["tula-a", "tula-a.2"])] == ["tula-a", "tula-a.2", "tula-a"]
+    assert live_ids("tula-a") == [ours, odd]
+    assert [job.name for job in live_jobs(["tula-a", "tula-a.2"])] == ["tula-a", "tula-a.2", "tula-a"]
 
 
 def test_a_silent_squeue_is_no_empty_queue(slurm):
     slurm.fault(squeue="unreachable")
     with pytest.raises(SchedulerError, match=r"squeue does not answer: .*Unable to contact"):
-        live(["tula-a"])
-    assert named("tula-a") == []
+        live_jobs(["tula-a"])
+    assert live_ids("tula-a") == []
 
 
 def test_cancels_these_ids_and_nothing_else(slurm):
     first, second, third = (slurm.add("same", "RUNNING") for _ in range(3))
-    scheduler.cancel([first, third, "same", "--user=root", ""])
+    scheduler.cancel_jobs([first, third, "same", "--user=root", ""])
     assert [job["state"] for job in slurm.jobs()] == ["CANCELLED", "RUNNING", "CANCELLED"]
     assert slurm.calls("scancel")[0].arguments == [first, third]
-    scheduler.cancel([])
+    scheduler.cancel_jobs([])
     assert len(slurm.calls("scancel")) == 1
     assert slurm.jobs()[1]["id"] == int(second)
 
@@ -436,20 +436,20 @@ def test_cancels_these_ids_and_nothing_else(slurm):
     ],
 )  # fmt: skip
 def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint):
-    error = refused(words)
+    error = refusal_error(words)
     assert message in error.message
     assert hint in error.hint
 
 
 def test_waiting_jobs_are_held_for_their_user_and_released(slurm):
     ids = [slurm.add("tula-a"), slurm.add("tula-b")]
-    assert scheduler.hold(ids) == ""
-    assert all(state.held and state.hopeless for state in scheduler.ask(ids).values())
-    assert scheduler.release(ids) == ""
-    assert not any(state.held for state in scheduler.ask(ids).values())
+    assert scheduler.hold_jobs(ids) == ""
+    assert all(state.held and state.hopeless for state in scheduler.ask_states(ids).values())
+    assert scheduler.release_jobs(ids) == ""
+    assert not any(state.held for state in scheduler.ask_states(ids).values())
     slurm.set(ids[0], "RUNNING")
-    assert "already finished" in scheduler.hold(ids[:1])
-    assert scheduler.hold(["a name"]) == "" and scheduler.release([]) == ""
+    assert "already finished" in scheduler.hold_jobs(ids[:1])
+    assert scheduler.hold_jobs(["a name"]) == "" and scheduler.release_jobs([]) == ""
 
 
 # --- reasons
@@ -460,7 +460,9 @@ REASONS = json.loads(RECORDED.with_name("slurm_reasons.json").read_text())
 
 def test_a_reason_is_hopeless_exactly_if_waiting_does_not_cure_it():
     expected = dict.fromkeys(REASONS["never"], True) | dict.fromkeys(REASONS["waits"], False) | REASONS["notes"]
-    wrong = {reason for reason, never in expected.items() if scheduler._state("PENDING", reason).hopeless != never}
+    wrong = {
+        reason for reason, never in expected.items() if scheduler._parse_state("PENDING", reason).hopeless != never
+    }
     assert not wrong and len(expected) > 230
 
 
@@ -477,7 +479,7 @@ def test_a_reason_is_hopeless_exactly_if_waiting_does_not_cure_it():
     ],
 )
 def test_a_hopeless_reason_is_explained_by_its_form(reason, words):
-    assert words in scheduler._state("PENDING", reason, id_="17").reason
+    assert words in scheduler._parse_state("PENDING", reason, id_="17").reason
 
 
 @pytest.mark.parametrize(
@@ -491,7 +493,7 @@ def test_a_hopeless_reason_is_explained_by_its_form(reason, words):
     ],
 )  # fmt: skip
 def test_a_job_without_a_log_reports_by_its_comment(state, comment, words):
-    (told,) = scheduler._rows(f"12|{state}|BeginTime|N/A|{comment}").values()
+    (told,) = scheduler._parse_rows(f"12|{state}|BeginTime|N/A|{comment}").values()
     assert told.reason.startswith(words) and bool(told.reason) == bool(words)
 
 
@@ -525,6 +527,8 @@ def test_a_job_that_waits_for_a_maintenance_window_is_told_which_limit_would_sta
         "squeue": f"7|PENDING|{reason}|N/A|(null)",
         "scontrol": "\n".join(row if isinstance(row, str) else reservation(*row) for row in rows),
     }
-    monkeypatch.setattr(scheduler, "call", lambda *command, **_: slurm_command.Answer("done", answers[command[0]]))
-    told = ask(["7"])["7"].reason
+    monkeypatch.setattr(
+        scheduler, "call_slurm", lambda *command, **_: slurm_command.CommandResult("done", answers[command[0]])
+    )
+    told = ask_states(["7"])["7"].reason
     assert ("a maintenance window begins" in told) == bool(words) and words in told and told.startswith(reason)

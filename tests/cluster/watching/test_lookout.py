@@ -14,8 +14,8 @@ import pytest
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.watching import lookout as lookouts
 from tula_cli.cluster.watching import node_socket
-from tula_cli.cluster.watching.lookout import Lookout
-from tula_cli.cluster.watching.node_socket import NEWS, NOTHING, Listener, Teller
+from tula_cli.cluster.watching.lookout import ChangeWatcher
+from tula_cli.cluster.watching.node_socket import NEWS, NOTHING, NodeBroadcaster, NodeSubscriber
 from tula_cli.run.directory import RunDir
 from tula_cli.run.notices import news
 from tula_cli.run.records.jobs import LeaderCommand
@@ -75,7 +75,7 @@ def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in
         return [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]
 
     until(lambda: len(pids()) == HERE * PER_NODE)
-    time.sleep(lookouts.ECHOES[1] + 3.0)
+    time.sleep(lookouts.READS_AFTER_NEWS[1] + 3.0)
     before = traced()
     time.sleep(SECONDS)
     of_job = (traced() - before) / SECONDS * NODES / HERE
@@ -93,15 +93,15 @@ def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in
 def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("PACE_MOST", 0.0), ("POLL", 0.0), ("ALONE", (0.0, 0.0)), ("SILENCE", 0.2), ("ECHOES", ())):
+    for name, value in (("MAX_PACE", 0.0), ("POLL", 0.0), ("ALONE", (0.0, 0.0)), ("SILENCE", 0.2), ("ECHOES", ())):
         monkeypatch.setattr(lookouts, name, value)
-    monkeypatch.setattr(lookouts, "UNTOLD", (600.0, 600.0))
+    monkeypatch.setattr(lookouts, "READ_WITHOUT_NEWS", (600.0, 600.0))
     run = RunDir.create(tmp_path, make_runs.spec())
-    news.prepare(run.path)
-    first, second = (Lookout(run.path, Allocation(at, 2, at, str(tmp_path), nodes=1)) for at in (0, 1))
+    news.prepare_folders(run.path)
+    first, second = (ChangeWatcher(run.path, Allocation(at, 2, at, str(tmp_path), nodes=1)) for at in (0, 1))
 
     def looks() -> tuple[bool, bool]:
-        return first.due(), second.due()
+        return first.is_due(), second.is_due()
 
     looks(), looks(), looks()
     assert looks() == (False, False), "nothing is new"
@@ -112,28 +112,28 @@ def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_
     assert looks() == (True, True)
     first.close()
     time.sleep(0.3)
-    second.due()
-    assert not second.due()
+    second.is_due()
+    assert not second.is_due()
     run.cancel("train-t")
-    assert second.due(), "nobody tells any longer"
+    assert second.is_due(), "nobody tells any longer"
     (run.path / "news").unlink()
-    assert second.due() and second.due(), "without news there is no telling"
+    assert second.is_due() and second.is_due(), "without news there is no telling"
     second.close()
 
 
 def test_another_users_socket_is_not_listened_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = node_socket.address("7.0", str(tmp_path))
-    teller, listener = Teller(name), Listener(name)
-    listener.hear()
-    teller.tell(NOTHING)
-    assert listener.hear() == NEWS, "who comes anew looks once"
+    name = node_socket.socket_address("7.0", str(tmp_path))
+    teller, listener = NodeBroadcaster(name), NodeSubscriber(name)
+    listener.receive()
+    teller.broadcast(NOTHING)
+    assert listener.receive() == NEWS, "who comes anew looks once"
     monkeypatch.setattr(node_socket.os, "getuid", lambda: os.geteuid() + 1)
-    stranger = Listener(name)
-    assert stranger.hear() == b""
-    teller.tell(NEWS)
-    assert stranger.hear() == b"" and listener.hear() == b""
-    second = Teller(name)
-    second.tell(NEWS)  # the name is taken: nobody hears it
+    stranger = NodeSubscriber(name)
+    assert stranger.receive() == b""
+    teller.broadcast(NEWS)
+    assert stranger.receive() == b"" and listener.receive() == b""
+    second = NodeBroadcaster(name)
+    second.broadcast(NEWS)  # the name is taken: nobody hears it
     for end in (teller, listener, stranger, second):
         end.close()
 

@@ -13,7 +13,7 @@ import pytest
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.watching import node_log
-from tula_cli.cluster.watching.node_log import RankOutput, log_of
+from tula_cli.cluster.watching.node_log import RankOutput, log_path
 from tula_cli.run.directory import RunDir
 from tula_cli.words import rank_of
 
@@ -39,14 +39,14 @@ def run(tmp_path: Path) -> RunDir:
 def test_lines_of_the_ranks_of_a_node_do_not_mix_and_each_keeps_its_own_last_words(run: RunDir) -> None:
     log = run.log_path("train-s-1", 1)
     first, second = RankOutput(shared=True), RankOutput(shared=True, rank=1)
-    with first.into(run, log) as one, second.into(run, log) as two:
+    with first.write_into(run, log) as one, second.write_into(run, log) as two:
         began = rank(one, *[b"zer", b"o\n"] * 10, b"\r10 %", b"\r20 %", b"\n", b"no end")
         other = rank(
             two, *[b"o", b"n", b"e\r\n"] * 10, b"[rank1]: Traceback\n", b"[rank1]:[W1125 c10d]\n", b"ValueError: mine"
         )
         assert began.wait() == other.wait() == 0
-    assert first.words(log).splitlines() == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
-    assert second.words(log).splitlines() == ["one"] * 10 + [
+    assert first.end_of_output(log).splitlines() == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
+    assert second.end_of_output(log).splitlines() == ["one"] * 10 + [
         "[rank1]: Traceback",
         "[rank1]:[W1125 c10d]",
         "ValueError: mine",
@@ -62,18 +62,18 @@ def test_lines_of_the_ranks_of_a_node_do_not_mix_and_each_keeps_its_own_last_wor
 def test_the_next_attempt_writes_into_its_own_log_and_what_is_remembered_begins_anew(run: RunDir) -> None:
     output, logs = RankOutput(shared=True, rank=3), [run.log_path("train-s-1", number) for number in (1, 2)]
     for number, log in enumerate(logs):
-        with output.into(run, log) as pipe:
+        with output.write_into(run, log) as pipe:
             rank(pipe, b"attempt %d\n" % number).wait()
-        assert output.words(log) == f"attempt {number}\n"
+        assert output.end_of_output(log) == f"attempt {number}\n"
     assert [log.read_text() for log in logs] == ["[rank3]: attempt 0\n", "[rank3]: attempt 1\n"]
     output.close()
 
 
 def test_long_output_is_remembered_by_its_end_and_a_line_without_end_is_cut(run: RunDir) -> None:
     log, output = run.log_path("train-s-1", 1), RankOutput(shared=True, rank=1)
-    with output.into(run, log) as pipe:
+    with output.write_into(run, log) as pipe:
         rank(pipe, (b"x", 200_000), (b"\n", 30_000), b"last\n").wait()
-    assert output.words(log).endswith("\nlast\n") and len(output.words(log)) == node_log.TAIL
+    assert output.end_of_output(log).endswith("\nlast\n") and len(output.end_of_output(log)) == node_log.TAIL
     text = log.read_text()
     assert text.count("x") == 200_000 and text.count("\n") <= 30_006
     output.close()
@@ -91,47 +91,47 @@ class Elsewhere:
 
 def test_a_rank_goes_on_where_its_log_finds_no_room(run: RunDir) -> None:
     output = RankOutput(shared=True, rank=1)
-    with output.into(Elsewhere(open("/dev/full", "ab")), run.path) as pipe:  # type: ignore[arg-type]
+    with output.write_into(Elsewhere(open("/dev/full", "ab")), run.path) as pipe:  # type: ignore[arg-type]
         assert rank(pipe, *[(b"y", 50_000), b"\n"] * 5, b"OSError: no room\n").wait(timeout=20) == 0
-    assert output.words(run.path).endswith("y\nOSError: no room\n")
+    assert output.end_of_output(run.path).endswith("y\nOSError: no room\n")
     output.close()
 
 
 def test_words_are_of_their_own_attempt_though_the_disk_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_log, "_PATIENCE", 0.3)
+    monkeypatch.setattr(node_log, "_MARK_TIMEOUT", 0.3)
     far, near = os.pipe()
     full = os.fdopen(near, "wb", buffering=0)
     full.write(bytes(65_536))  # nobody reads: whoever writes waits
     log = run.path / "second.log"
     output = RankOutput(shared=True, rank=1)
     elsewhere = Elsewhere(full, run.open_log(log))
-    with output.into(elsewhere, log) as pipe:  # type: ignore[arg-type]
-        for _ in range(2 * node_log._WAITING):
+    with output.write_into(elsewhere, log) as pipe:  # type: ignore[arg-type]
+        for _ in range(2 * node_log._MAX_WAITING):
             pipe.write(b"step\n")
             time.sleep(0.0005)
         assert rank(pipe, b"OutOfMemoryError\n").wait(timeout=20) == 0, "a rank does not wait"
-    assert output.words(log).endswith("step\nOutOfMemoryError\n")
-    with output.into(elsewhere, log) as pipe:  # type: ignore[arg-type]
+    assert output.end_of_output(log).endswith("step\nOutOfMemoryError\n")
+    with output.write_into(elsewhere, log) as pipe:  # type: ignore[arg-type]
         rank(pipe, b"ValueError: mine\n").wait()
         os.read(far, 65_536)  # it hangs no more
-    assert output.words(log) == "ValueError: mine\n"
+    assert output.end_of_output(log) == "ValueError: mine\n"
     output.close()
 
 
 def test_one_that_is_alone_on_its_node_lets_its_ranks_write_themselves(run: RunDir) -> None:
     log, output = run.log_path("train-s-1", 1), RankOutput()
-    with output.into(run, log) as file:
+    with output.write_into(run, log) as file:
         rank(file, b"half").wait()
         assert log.read_text() == "half"
-    assert output.words(log) == "half"
-    assert RankOutput().words(run.path / "none") == ""
+    assert output.end_of_output(log) == "half"
+    assert RankOutput().end_of_output(run.path / "none") == ""
     output.close()
 
 
 def test_the_log_of_a_node_bears_the_index_of_its_first_supervisor(run: RunDir) -> None:
     def name(index: int, local: int, *near: int, count: int = 16, nodes: int | None = 2) -> str:
         allocation = Allocation(index, count, local, "7", nodes=nodes, neighbours=near)
-        return log_of(run, allocation, "train-s-1", 2).name
+        return log_path(run, allocation, "train-s-1", 2).name
 
     assert [name(0, 0), name(7, 7)] == ["train-s-1.002.log"] * 2
     assert [name(8, 0), name(15, 7)] == ["train-s-1.002.0008.log"] * 2

@@ -5,7 +5,7 @@ import pytest
 
 from tula_cli.models.choice import adaptive
 from tula_cli.models.choice.adaptive import Candidate, Proposal, first, propose
-from tula_cli.models.time.steptime import Observation, StepTimeFit, fit
+from tula_cli.models.time.steptime import Observation, StepTimeFit, fit_step_time
 
 SAMPLES = 1e8  # of one training
 START = 30.0  # seconds
@@ -39,7 +39,7 @@ def candidates(grid: list[tuple[int, int]], probed: set[tuple[int, int]]) -> lis
 
 
 def fitted(probed: set[tuple[int, int]]) -> StepTimeFit:
-    return fit([observation(*place) for place in probed], collective="ring")
+    return fit_step_time([observation(*place) for place in probed], collective="ring")
 
 
 def search(grid: list[tuple[int, int]]) -> tuple[set[tuple[int, int]], list[Proposal]]:

@@ -43,10 +43,10 @@ def fitted(name: str) -> Forecast:
 @pytest.mark.parametrize("name", JOBS)
 def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) -> None:
     found = fitted(name)
-    table = found.table(*found.known())
+    table = found.table(*found.known_candidates())
     assert len(table) > 10 and table.measured.any() and not table.measured.all()
     spot = {Config(row.nodes, row.batch): row for row in found.trainings.on_spot(table).records()}
-    for config, row in zip(configs(*found.known()), table.records(), strict=True):
+    for config, row in zip(configs(*found.known_candidates()), table.records(), strict=True):
         alone = found.predict(config)
         assert same(row, alone)
         there = found.on_spot(alone)
@@ -67,7 +67,7 @@ def same(one: Prediction, other: Prediction) -> bool:
 @pytest.mark.parametrize("name", JOBS)
 def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) -> None:
     found, job = fitted(name), fitted(name).spec
-    table = found.table(*found.known())
+    table = found.table(*found.known_candidates())
     for here in (table, found.trainings.on_spot(table)):
         for row in here.take(range(0, len(here), 5)).records():
             hours, paid = one_by_one(found, job, row)
@@ -77,12 +77,12 @@ def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) 
 def one_by_one(found: Forecast, job: JobSpec, row: Prediction) -> tuple[float, float]:
     """Return the hours and the cost of a row, by ints and floats and the record of overheads."""
     gpus, spot = job.cluster.gpus_per_node, row.market == "spot"
-    at = found.trainings.beside.at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
+    at = found.trainings.beside.overheads_at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
     overheads = Overheads(
         startup=at.startup[0], eval_batch=at.eval_batch[0], eval_batch_size=at.eval_batch_size[0],
         checkpoint=at.checkpoint[0], refresh=at.refresh[0],
     )  # fmt: skip
-    work = cost.work(
+    work = cost.count_work(
         job, batch=row.batch, world=row.nodes * gpus, dataset_size=found.dataset_size, eval_size=found.eval_size,
         eval_batch_size=overheads.eval_batch_size,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def one_by_one(found: Forecast, job: JobSpec, row: Prediction) -> tuple[float, f
             / 3600
         )
 
-    own_memory = found.memory.on(row.nodes * gpus).reserved(row.local_batch)
+    own_memory = found.memory.for_ranks(row.nodes * gpus).reserved(row.local_batch)
     reserved = row.peak_memory if row.measured else own_memory
     assert reserved == row.peak_memory
     paid = cost.cost(
@@ -113,9 +113,11 @@ def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> Non
     told = {config: (found.why_not(config), found.why_unknown(config)) for config in candidates}
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
     assert found.feasible(nodes) == [config for config, (why, _) in told.items() if not why]
-    assert configs(*found.known(nodes)) == [config for config, whys in told.items() if not any(whys)]
-    assert configs(*found.unknown(nodes)) == [config for config, (why, other) in told.items() if not why and other]
-    assert 0 < len(found.known(nodes)[0]) < len(found.feasible(nodes)) < len(candidates)
+    assert configs(*found.known_candidates(nodes)) == [config for config, whys in told.items() if not any(whys)]
+    assert configs(*found.unknown_candidates(nodes)) == [
+        config for config, (why, other) in told.items() if not why and other
+    ]
+    assert 0 < len(found.known_candidates(nodes)[0]) < len(found.feasible(nodes)) < len(candidates)
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +129,6 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_script_that_tells_little_has_a_table_too() -> None:
     found = Forecast.from_results(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
-    table = found.table(*found.known())
+    table = found.table(*found.known_candidates())
     assert np.isfinite(table.hours).all() and np.isnan(table.kwh).all()
-    assert same(table.record(3), found.predict(configs(*found.known())[3]))
+    assert same(table.record(3), found.predict(configs(*found.known_candidates())[3]))

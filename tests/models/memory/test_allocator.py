@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.memory.allocator import CachingAllocator, OutOfRoom, plain, replay
+from tula_cli.models.memory.allocator import (
+    CachingAllocator,
+    NoDeviceMemory,
+    peak_without_allocator,
+    replay_allocations,
+)
 
 MIB = 2**20
 
@@ -69,7 +74,7 @@ def test_near_the_limit_whole_free_segments_are_given_back() -> None:
     allocator.release(0)
     allocator.allocate(1, 50 * MIB)
     assert (allocator.flushes, allocator.reserved, allocator.most) == (1, 50 * MIB, 50 * MIB)
-    with pytest.raises(OutOfRoom):
+    with pytest.raises(NoDeviceMemory):
         allocator.allocate(2, 20 * MIB)
 
 
@@ -108,34 +113,34 @@ def test_nothing_is_lost_or_handed_out_twice(choices: list[tuple[int, int]]) -> 
 
 def test_the_second_step_finds_what_the_first_has_left() -> None:
     step, sizes = [2, 3, -2, -3], [MIB, 30 * MIB, 30 * MIB]
-    once, often = (replay([0], [], step, sizes, turns=turns) for turns in (1, 5))
+    once, often = (replay_allocations([0], [], step, sizes, turns=turns) for turns in (1, 5))
     assert once == often
     assert once.reserved == 2 * MIB + 60 * MIB
 
 
 def test_state_that_comes_late_breaks_up_what_the_first_step_has_left() -> None:
     step, sizes = [2, -2], [12 * MIB, 30 * MIB]  # number 0 comes late, number 1 is the step's
-    early, late = replay([0], [], step, sizes), replay([], [0], step, sizes)
+    early, late = replay_allocations([0], [], step, sizes), replay_allocations([], [0], step, sizes)
     assert early.reserved == 42 * MIB
     assert late.reserved == 60 * MIB
-    tight = replay([], [0], step, sizes, capacity=42 * MIB)
+    tight = replay_allocations([], [0], step, sizes, capacity=42 * MIB)
     assert not tight.fits, "the piece in use keeps its whole segment"
 
 
 def test_what_replaces_late_numbers_has_their_place_in_the_next_turn() -> None:
     step = [3, -1]  # number 2 comes to be beside number 0, which dies
-    usage = replay([1], [0], step, [4 * MIB, MIB, 4 * MIB], turns=6)
+    usage = replay_allocations([1], [0], step, [4 * MIB, MIB, 4 * MIB], turns=6)
     assert usage.allocated == 9 * MIB
 
 
 def test_a_flush_counts_where_it_comes_back_each_turn() -> None:
     small = [*range(1, 9), *range(-1, -9, -1)]  # the small pool's segments and the large one do not fit side by side
-    often = replay([], [], [*small, 9, -9], [*[MIB] * 8, 44 * MIB], capacity=50 * MIB)
+    often = replay_allocations([], [], [*small, 9, -9], [*[MIB] * 8, 44 * MIB], capacity=50 * MIB)
     assert (often.fits, often.flushes) == (True, 2)
-    settled = replay([], [0], [2, -2], [12 * MIB, 30 * MIB], capacity=60 * MIB)
+    settled = replay_allocations([], [0], [2, -2], [12 * MIB, 30 * MIB], capacity=60 * MIB)
     assert (settled.fits, settled.flushes) == (True, 0)
 
 
 def test_without_an_allocator_the_peak_is_the_sum() -> None:
-    assert plain([0], [2, 3, -2, -3], [10, 100, 1000]) == 1110
-    assert plain([0, 1], [], [10, 100]) == 110
+    assert peak_without_allocator([0], [2, 3, -2, -3], [10, 100, 1000]) == 1110
+    assert peak_without_allocator([0, 1], [], [10, 100]) == 110

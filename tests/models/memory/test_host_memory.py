@@ -2,13 +2,13 @@
 
 import pytest
 
-from tula_cli.models.memory.host_memory import data_memory, ready
+from tula_cli.models.memory.host_memory import data_memory, max_ready_batches
 
 MB = 2**20
 
 
 def test_batches_are_ready_in_two_loaders() -> None:
-    assert ready(4) == 2 * (2 * 4 + 1)
+    assert max_ready_batches(4) == 2 * (2 * 4 + 1)
 
 
 def test_on_the_processor_batches_stay_in_shared_memory() -> None:
@@ -27,7 +27,7 @@ def test_pinned_memory_of_smaller_batches_is_not_given_back() -> None:
     alone, after = (
         data_memory(sizes, sample=MB, ranks=1, workers=1, on_gpu=True) for sizes in ([64], [16, 32, 33, 64])
     )
-    assert after.pinned - alone.pinned == ready(1) * (16 + 32) * MB  # 33 took a block of 64
+    assert after.pinned - alone.pinned == max_ready_batches(1) * (16 + 32) * MB  # 33 took a block of 64
     assert after.shared == alone.shared
 
 

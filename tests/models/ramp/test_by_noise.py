@@ -13,19 +13,19 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
-    SETTLED,
+    STAGES_NOT_DELAYED,
     NoisePath,
-    continued,
-    decided,
-    decision_words,
-    in_epochs,
+    apply_decisions,
+    continue_stages,
+    decide_stage,
+    describe_decision,
+    describe_not_delayed,
+    describe_stages,
     next_stage,
-    put_off,
-    settled_words,
-    stage_words,
     stages_by_noise,
+    with_epochs,
 )
-from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.load import validate
@@ -35,7 +35,7 @@ SIZE, EPOCHS = 10_000, 20
 
 
 def path(*points: tuple[float, float], reference: int = 128) -> NoisePath:
-    found = NoisePath.of(dict(points), reference=reference)
+    found = NoisePath.from_measurements(dict(points), reference=reference)
     assert found is not None
     return found
 
@@ -49,27 +49,27 @@ def stages(subject: NoisePath, *, batch: int = 2048, factor: float = 1.0) -> tup
 
 def test_the_noise_passes_through_what_was_measured_and_grows_as_whole_trainings_do() -> None:
     subject = path((0, 50), (2, 400))
-    assert subject.at(0) == pytest.approx(50) and subject.at(2) == pytest.approx(400)
-    assert 50 < subject.at(1) < 400
-    assert subject.at(9) == pytest.approx((128 + 400) * (10 / 3) ** GROWTH - 128)
-    assert NoisePath.of({}, reference=128) is None
+    assert subject.noise_at(0) == pytest.approx(50) and subject.noise_at(2) == pytest.approx(400)
+    assert 50 < subject.noise_at(1) < 400
+    assert subject.noise_at(9) == pytest.approx((128 + 400) * (10 / 3) ** GROWTH - 128)
+    assert NoisePath.from_measurements({}, reference=128) is None
     assert subject.measured_at == 2
 
 
 def test_before_a_lone_measurement_it_was_as_much_smaller() -> None:
     subject = path((2, 400))
-    assert subject.at(0) == pytest.approx(max(0.0, (128 + 400) / 3**GROWTH - 128))
-    assert path((2, 10)).at(0) == 0.0
+    assert subject.noise_at(0) == pytest.approx(max(0.0, (128 + 400) / 3**GROWTH - 128))
+    assert path((2, 10)).noise_at(0) == 0.0
 
 
 def test_a_noise_that_does_not_stay_counts_for_no_more_than_the_next() -> None:
     subject = path((0, 900), (1, 300), (2, 5000), (3, 600))
-    assert subject.at(0) == subject.at(1) == pytest.approx(300)
-    assert subject.at(2) == subject.at(3) == pytest.approx(600)
+    assert subject.noise_at(0) == subject.noise_at(1) == pytest.approx(300)
+    assert subject.noise_at(2) == subject.noise_at(3) == pytest.approx(600)
 
 
 def test_a_gradient_that_is_lost_in_its_noise_allows_any_batch() -> None:
-    assert stages(path((0, math.inf))) == (Stage(begin=0, batch=2048, noise=path((0, math.inf)).at(0)),)
+    assert stages(path((0, math.inf))) == (Stage(begin=0, batch=2048, noise=path((0, math.inf)).noise_at(0)),)
 
 
 MOMENTS = st.integers(0, 20_000_000).map(lambda millionths: millionths / 1e6)
@@ -81,10 +81,10 @@ POINTS = st.dictionaries(MOMENTS, st.floats(0, 1e5), min_size=1, max_size=5)
 @settings(max_examples=100, deadline=None)
 def test_first_is_where_it_comes_to_a_scale(points: dict[float, float], scale: float) -> None:
     subject = path(*points.items())
-    epoch = subject.first(scale)
-    assert subject.at(epoch) >= scale * (1 - 1e-6) - 1e-3
+    epoch = subject.first_epoch_with(scale)
+    assert subject.noise_at(epoch) >= scale * (1 - 1e-6) - 1e-3
     if epoch > 1e-3:
-        assert subject.at(epoch * (1 - 1e-3)) <= scale * (1 + 1e-6) + 1e-3
+        assert subject.noise_at(epoch * (1 - 1e-3)) <= scale * (1 + 1e-6) + 1e-3
 
 
 # --- stages
@@ -95,14 +95,14 @@ def test_a_batch_begins_where_the_noise_scale_has_come_to_it() -> None:
     found = stages(subject)
     assert [stage.batch for stage in found] == [128, 256, 512, 1024, 2048]
     for stage in found[1:4]:
-        assert subject.at(stage.begin / SIZE) == pytest.approx(stage.batch, rel=1e-3) and stage.noise is not None
-        assert subject.at((stage.begin - 2) / SIZE) < stage.batch
+        assert subject.noise_at(stage.begin / SIZE) == pytest.approx(stage.batch, rel=1e-3) and stage.noise is not None
+        assert subject.noise_at((stage.begin - 2) / SIZE) < stage.batch
     late = stages(subject, factor=0.5)
     assert all(mine.begin > own.begin for mine, own in zip(late[1:], found[1:4], strict=False))
 
 
 def test_it_starts_at_the_doubling_that_the_noise_at_the_start_allows() -> None:
-    assert stages(path((0, 600)))[0] == Stage(begin=0, batch=512, noise=path((0, 600)).at(0))
+    assert stages(path((0, 600)))[0] == Stage(begin=0, batch=512, noise=path((0, 600)).noise_at(0))
     assert stages(path((0, 10)))[0].batch == 128, "never below the reference batch"
     assert [stage.batch for stage in stages(path((0, 10)), batch=100)] == [100]
 
@@ -111,7 +111,7 @@ def test_a_batch_that_the_noise_never_comes_to_begins_at_the_end() -> None:
     found = stages(path((0, 10), (2, 100)))
     assert found[-1] == Stage(begin=SIZE * EPOCHS, batch=2048) and found[-2].batch < 1024
     ramp = Ramp(found)
-    steps = ramp.steps(size=SIZE, epochs=EPOCHS)
+    steps = ramp.remaining_steps(size=SIZE, epochs=EPOCHS)
     assert steps[2048] == 0 and sum(steps.values()) > 0
 
 
@@ -143,27 +143,27 @@ def job(**train: object) -> object:
 
 def test_stages_divide_among_parts_and_what_was_decided_stays() -> None:
     noise = path((0, 60), (2, 1000))
-    own = {"batch": 3072, "parts": 48, "dataset_size": SIZE}
-    found = ramp_of(job(), noise=noise, **own)  # type: ignore[arg-type]
+    own = {"batch": 3072, "divisor": 48, "dataset_size": SIZE}
+    found = build_ramp(job(), noise=noise, **own)  # type: ignore[arg-type]
     assert [stage.batch for stage in found.stages] == [96, 240, 480, 1008, 2016, 3072]
-    assert ramp_of(job(), decided=found.stages, **own).stages == found.stages  # type: ignore[arg-type]
-    smaller = ramp_of(job(), decided=found.stages, **{**own, "batch": 480})  # type: ignore[arg-type]
+    assert build_ramp(job(), decided=found.stages, **own).stages == found.stages  # type: ignore[arg-type]
+    smaller = build_ramp(job(), decided=found.stages, **{**own, "batch": 480})  # type: ignore[arg-type]
     assert smaller.stages == found.stages[:3]
-    few = ramp_of(job(), noise=noise, batch=4096, parts=256, dataset_size=SIZE)  # type: ignore[arg-type]
+    few = build_ramp(job(), noise=noise, batch=4096, divisor=256, dataset_size=SIZE)  # type: ignore[arg-type]
     assert few.stages[0].begin == 0 and few.stages[0].batch == 256 and "leaves batch 128 out" in few.remarks[0]
 
 
 def test_without_a_measurement_stages_are_those_of_auto() -> None:
-    own = {"batch": 2048, "parts": 1, "dataset_size": SIZE}
-    assert ramp_of(job(), **own) == ramp_of(job(ramp="auto"), **own)  # type: ignore[arg-type]
+    own = {"batch": 2048, "divisor": 1, "dataset_size": SIZE}
+    assert build_ramp(job(), **own) == build_ramp(job(ramp="auto"), **own)  # type: ignore[arg-type]
 
 
 def test_a_training_that_goes_on_at_another_batch_keeps_the_stages_it_has_had() -> None:
     before = (Stage(begin=0, batch=128), Stage(begin=100, batch=256), Stage(begin=300, batch=512))
     anew = (Stage(begin=0, batch=512), Stage(begin=250, batch=1024), Stage(begin=900, batch=2048))
-    assert continued((), anew) == anew
-    assert continued(before, anew) == (*before, Stage(begin=300, batch=1024), Stage(begin=900, batch=2048))
-    assert continued(before, (Stage(begin=0, batch=300),)) == (*before[:2], Stage(begin=300, batch=300))
+    assert continue_stages((), anew) == anew
+    assert continue_stages(before, anew) == (*before, Stage(begin=300, batch=1024), Stage(begin=900, batch=2048))
+    assert continue_stages(before, (Stage(begin=0, batch=300),)) == (*before[:2], Stage(begin=300, batch=300))
 
 
 # --- the forecast
@@ -174,7 +174,7 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     results = probe_all(Truth(dataset_size=12_800), {2: (16, 32, 64, 128), 16: (2, 64)})
     known = Forecast.from_results(spec, results, noise=path((0, 20), (1, 70), reference=32))
     row = known.predict(Config(2, 256))
-    stages = known.trainings.stages.stages(Config(2, 256))
+    stages = known.trainings.stages.stage_positions(Config(2, 256))
     assert [stage.batch for stage in row.stages] == [32, 64, 128] == [stage.batch for stage in stages[:-1]]
     assert row.stages[0].steps == pytest.approx(stages[1].begin / 32, abs=1)
     assert not any("train.ramp: noise" in text for text in known.warnings)
@@ -182,7 +182,7 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     assert any("rest on the noise at the start of training" in text for text in start.warnings)
     short = spec.model_copy(update={"train": spec.train.model_copy(update={"epochs": 1})})
     told = [Forecast.from_results(one, results, noise=path((0, 20), reference=32)).warnings for one in (spec, short)]
-    assert [SETTLED in warnings for warnings in told] == [False, True]
+    assert [STAGES_NOT_DELAYED in warnings for warnings in told] == [False, True]
     untold = Forecast.from_results(spec, results)
     assert any("tula profile --progress measures it" in text for text in untold.warnings)
 
@@ -190,7 +190,7 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
 # --- while it trains
 
 PLANNED = (Stage(begin=0, batch=128), Stage(begin=20_000, batch=256), Stage(begin=50_000, batch=512))
-DECIDE = {"factor": 1.0, "reference": 128, "size": SIZE, "every": 1, "total": SIZE * EPOCHS}
+DECIDE = {"factor": 1.0, "reference": 128, "size": SIZE, "interval": 1, "total": SIZE * EPOCHS}
 
 
 def decision(batch: int, begin: int) -> StageDecision:
@@ -198,16 +198,16 @@ def decision(batch: int, begin: int) -> StageDecision:
 
 
 def test_a_stage_put_off_moves_those_after_it_and_each_lasts_as_planned() -> None:
-    found = put_off(PLANNED, [decision(256, 30_001)], total=200_000, size=SIZE)
+    found = apply_decisions(PLANNED, [decision(256, 30_001)], total=200_000, size=SIZE)
     assert [stage.begin for stage in found] == [0, 30_001, 60_001]
-    assert put_off(found, [], total=200_000, size=SIZE) == found
-    assert put_off(PLANNED, [], total=200_000, size=SIZE) == in_epochs(PLANNED, SIZE)
+    assert apply_decisions(found, [], total=200_000, size=SIZE) == found
+    assert apply_decisions(PLANNED, [], total=200_000, size=SIZE) == with_epochs(PLANNED, SIZE)
     twice = [decision(256, 40_001), decision(256, 30_001), decision(1024, 7)]
-    assert [stage.begin for stage in put_off(PLANNED, twice, total=200_000, size=SIZE)] == [0, 40_001, 70_001]
+    assert [stage.begin for stage in apply_decisions(PLANNED, twice, total=200_000, size=SIZE)] == [0, 40_001, 70_001]
 
 
 def test_what_would_not_last_never_begins() -> None:
-    assert [stage.begin for stage in put_off(PLANNED, [decision(256, 170_000)], total=200_000, size=SIZE)] == [
+    assert [stage.begin for stage in apply_decisions(PLANNED, [decision(256, 170_000)], total=200_000, size=SIZE)] == [
         0,
         170_000,
         200_000,
@@ -217,7 +217,7 @@ def test_what_would_not_last_never_begins() -> None:
 @given(rows=st.lists(st.tuples(st.sampled_from([128, 256, 512]), st.integers(0, 250_000)), max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_decisions_only_lengthen(rows: list[tuple[int, int]]) -> None:
-    found = put_off(PLANNED, [decision(*row) for row in rows], total=200_000, size=SIZE)
+    found = apply_decisions(PLANNED, [decision(*row) for row in rows], total=200_000, size=SIZE)
     assert [stage.batch for stage in found] == [stage.batch for stage in PLANNED]
     assert all(mine.begin >= own.begin for mine, own in zip(found, PLANNED, strict=True))
     assert all(after.begin >= before.begin for before, after in pairwise(found))
@@ -225,19 +225,19 @@ def test_decisions_only_lengthen(rows: list[tuple[int, int]]) -> None:
 
 def test_the_upper_end_of_the_noise_decides_and_the_next_measurement_looks_again() -> None:
     stage = PLANNED[1]
-    enough = decided(stage, noise={"scale": 200.0, "low": 150.0, "high": 260.0}, passed=10_000, **DECIDE)
+    enough = decide_stage(stage, noise={"scale": 200.0, "low": 150.0, "high": 260.0}, passed=10_000, **DECIDE)
     assert (enough.verdict, enough.begin) == ("begins", 20_000)
-    few = decided(stage, noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
+    few = decide_stage(stage, noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
     assert (few.verdict, few.begin, few.high) == ("put off", 20_001, 60.0)
-    assert next_stage(put_off(PLANNED, [few], total=200_000, size=SIZE), passed=20_000, until=30_000) == Stage(
+    assert next_stage(apply_decisions(PLANNED, [few], total=200_000, size=SIZE), passed=20_000, end=30_000) == Stage(
         begin=20_001, batch=256, epoch=2.0001
     )
     again = {"scale": 40.0, "low": 30.0, "high": 60.0}
-    assert decided(stage, noise=again, passed=190_000, **DECIDE).verdict == "stopped"
-    open_ = decided(stage, noise={"scale": 9.0, "low": 5.0, "high": math.inf}, passed=10_000, **DECIDE)
+    assert decide_stage(stage, noise=again, passed=190_000, **DECIDE).verdict == "stopped"
+    open_ = decide_stage(stage, noise={"scale": 9.0, "low": 5.0, "high": math.inf}, passed=10_000, **DECIDE)
     assert (open_.verdict, open_.high) == ("begins", None)
-    assert decided(stage, noise={}, passed=10_000, **DECIDE).verdict == "begins"
-    assert next_stage(PLANNED, passed=20_000, until=30_000) is None, "one that has begun is not looked at"
+    assert decide_stage(stage, noise={}, passed=10_000, **DECIDE).verdict == "begins"
+    assert next_stage(PLANNED, passed=20_000, end=30_000) is None, "one that has begun is not looked at"
 
 
 # --- words
@@ -247,23 +247,26 @@ def test_stages_that_begin_before_the_noise_is_measured_are_said_to_stay() -> No
     early = (Stage(begin=0, batch=32, noise=40.0), Stage(begin=SIZE, batch=64, noise=64.0))
     late = (*early, Stage(begin=SIZE + 1, batch=128, noise=128.0))
     never = (*early, Stage(begin=9 * SIZE, batch=128))
-    told = [settled_words(in_epochs(those, SIZE), 1) for those in (early, late, never, early[:1])]
-    assert told == [SETTLED, "", SETTLED, ""] and settled_words(in_epochs(late, SIZE), 2) == SETTLED
+    told = [describe_not_delayed(with_epochs(those, SIZE), 1) for those in (early, late, never, early[:1])]
+    assert (
+        told == [STAGES_NOT_DELAYED, "", STAGES_NOT_DELAYED, ""]
+        and describe_not_delayed(with_epochs(late, SIZE), 2) == STAGES_NOT_DELAYED
+    )
 
 
 def test_stages_and_decisions_in_words() -> None:
-    told = stage_words(in_epochs(stages(path((0, 60), (2, 400))), SIZE))
+    told = describe_stages(with_epochs(stages(path((0, 60), (2, 400))), SIZE))
     assert told.startswith(
         "batch 128 from epoch 0: noise scale 60.0; batch 256 from epoch 1.14: noise scale 256; batch 512"
     )
     assert (
-        stage_words(in_epochs(PLANNED, SIZE))
+        describe_stages(with_epochs(PLANNED, SIZE))
         == "batch 128 from epoch 0; batch 256 from epoch 2.00; batch 512 from epoch 5.00"
     )
-    assert stage_words(in_epochs(stages(path((0, 10), (2, 100))), SIZE)).endswith(
+    assert describe_stages(with_epochs(stages(path((0, 10), (2, 100))), SIZE)).endswith(
         "batch 2048 never: the noise scale stays below it"
     )
-    few = decided(PLANNED[1], noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
-    assert decision_words(few) == (
+    few = decide_stage(PLANNED[1], noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
+    assert describe_decision(few) == (
         "batch 256 is put off to epoch 2.00: gradient noise scale 40.0 (at most 60.0) at epoch 1.00"
     )

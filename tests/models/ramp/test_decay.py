@@ -14,10 +14,10 @@ from make_results import spec as searched
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.ramp.stage_nodes import check_stages, no_place
-from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_stages
+from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, decay_words
+from tula_cli.services.recommendation.beyond.fixed_batches import describe_decay_savings, ramp_alternatives
 from tula_cli.spec.job import JobSpec, lr_scale, max_lr_factor, reference_rate
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import train_signature
@@ -34,7 +34,7 @@ def job(schedule: Any = COSINE, optimizer: Any = None, **train: Any) -> JobSpec:
 
 
 def of(schedule: Any = COSINE, *, batch: int = 1024, parts: int = 1, **train: Any) -> Ramp:
-    return ramp_of(job(schedule, **train), batch=batch, parts=parts, dataset_size=SIZE)
+    return build_ramp(job(schedule, **train), batch=batch, divisor=parts, dataset_size=SIZE)
 
 
 def begins(ramp: Ramp) -> dict[int, float]:
@@ -83,7 +83,7 @@ SCHEDULES = st.one_of(
 def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any, batch: int, name: str) -> None:
     """lr / batch with SGD, lr / root of the batch with AdamW, at every point; the rate never exceeds the job's own."""
     subject = job(schedule, {"name": name, "lr": 0.1})
-    ramp = ramp_of(subject, batch=batch, parts=1, dataset_size=SIZE)
+    ramp = build_ramp(subject, batch=batch, divisor=1, dataset_size=SIZE)
     for passed in range(0, EPOCHS * SIZE, 997):
         own, epoch = ramp.batch_at(passed), passed / SIZE
         worth = (own / 128) ** (1 if name == "SGD" else 0.5)
@@ -98,7 +98,7 @@ def test_rate_and_batch_are_worth_the_rate_of_the_reference_batch(schedule: Any,
 
 @pytest.mark.parametrize(("kind", "least"), [("cosine", 0.36), ("linear", 0.33)])
 def test_a_decay_to_nothing_saves_more_than_30_percent_of_the_steps(kind: str, least: float) -> None:
-    found = of({"kind": kind}).steps(size=SIZE, epochs=EPOCHS)
+    found = of({"kind": kind}).remaining_steps(size=SIZE, epochs=EPOCHS)
     assert 1 - sum(found.values()) / (EPOCHS * (SIZE // 128)) >= least
 
 
@@ -115,9 +115,9 @@ def test_at_or_below_the_reference_batch_nothing_grows() -> None:
 
 def test_after_an_out_of_memory_the_smaller_batch_keeps_its_stages() -> None:
     subject, decided = job(), of().stages
-    found = ramp_of(subject, batch=512, parts=1, dataset_size=SIZE, decided=decided)
+    found = build_ramp(subject, batch=512, divisor=1, dataset_size=SIZE, decided=decided)
     assert found.stages == decided[:3]
-    assert ramp_of(subject, batch=96, parts=1, dataset_size=SIZE, decided=decided) == Ramp.constant(96)
+    assert build_ramp(subject, batch=96, divisor=1, dataset_size=SIZE, decided=decided) == Ramp.constant(96)
 
 
 # --- learning rate
@@ -252,30 +252,30 @@ def test_batches_that_the_decay_never_comes_to_are_no_candidates() -> None:
     assert {row.batch for row in forecast(low).predictions()} == {32, 64, 128, 256}
     assert 2048 in {row.batch for row in forecast().predictions()}
     subject = forecast(low, reference_batch=4, ramp_nodes="same").spec
-    problems, (warning,) = no_place(subject, dataset_size=12_800)
+    problems, (warning,) = describe_unusable_stages(subject, dataset_size=12_800)
     assert problems == [] and warning.startswith("no training on 8 nodes: train.ramp: decay begins at")
 
 
 def test_what_it_saves_is_held_against_the_reference_batch_on_its_best_nodes() -> None:
     subject = forecast()
     choice = subject.predict(Config(8, 256))
-    rows = {row.what: row for row in beside_a_ramp(subject, choice)}
+    rows = {row.what: row for row in ramp_alternatives(subject, choice)}
     chosen, reference = rows["as chosen"], rows["the reference batch"]
     assert (reference.steps, reference.batch) == (4000, 32)
     assert chosen.steps == sum(stage.steps for stage in choice.stages) + choice_steps(subject, choice.batch)
     assert 1 - chosen.steps / reference.steps > 0.3
-    words = decay_words(subject.spec, tuple(rows.values()))
+    words = describe_decay_savings(subject.spec, tuple(rows.values()))
     assert words.startswith(
         "decay spent as batch, compared with batch 32 throughout on 1 node: 2552 steps instead of 4000 (-36 %)"
     )
     assert f"({100 * (chosen.hours / reference.hours - 1):+.0f} %)" in words
     assert words.endswith(f"({100 * (chosen.cost / reference.cost - 1):+.0f} %)")
     (alone,) = [row for row in rows.values() if row.what == "as chosen"]
-    assert "nothing tells the step time at batch 32" in decay_words(subject.spec, (alone,))
-    assert decay_words(forecast(ramp="auto").spec, tuple(rows.values())) == ""
+    assert "nothing tells the step time at batch 32" in describe_decay_savings(subject.spec, (alone,))
+    assert describe_decay_savings(forecast(ramp="auto").spec, tuple(rows.values())) == ""
 
 
 def choice_steps(subject: Forecast, batch: int) -> int:
     """Return the steps at the training's own batch."""
-    ramp = Ramp(subject.trainings.stages.stages(Config(8, batch)))
-    return ramp.steps(size=12_800, epochs=10)[batch]
+    ramp = Ramp(subject.trainings.stages.stage_positions(Config(8, batch)))
+    return ramp.remaining_steps(size=12_800, epochs=10)[batch]

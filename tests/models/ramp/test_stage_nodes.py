@@ -13,15 +13,15 @@ from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.stage_nodes import (
-    MOST_CHANGES,
+    MAX_CHANGES,
     Change,
     Worth,
-    allowed,
-    cheapest,
-    on_nodes,
-    ramp_on,
-    stages_worth,
-    with_nodes,
+    allowed_stage_nodes,
+    choose_stage_nodes,
+    ramp_on_nodes,
+    stage_objective,
+    stages_on_nodes,
+    task_on_stage_nodes,
 )
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -57,20 +57,20 @@ def forecast(by: Worth, **train: object) -> Forecast:
     ],
 )
 def test_each_stage_has_the_nodes_that_it_is_worth(by: Worth, change: Change, nodes: tuple[int, ...]) -> None:
-    assert cheapest(STAGES, change, by=by) == nodes
+    assert choose_stage_nodes(STAGES, change, by=by) == nodes
 
 
 def test_a_small_batch_that_is_faster_on_few_nodes_has_them_where_that_pays_for_the_start_and_the_wait() -> None:
     slow = ({1: 40.0, 4: 100.0}, {4: 200.0})
-    assert cheapest(slow, Change(10), by="time") == (1, 4)
-    assert cheapest(slow, Change(10, queue=49), by="time") == (1, 4)
-    assert cheapest(slow, Change(10, queue=51), by="time") == (4, 4)
+    assert choose_stage_nodes(slow, Change(10), by="time") == (1, 4)
+    assert choose_stage_nodes(slow, Change(10, queue=49), by="time") == (1, 4)
+    assert choose_stage_nodes(slow, Change(10, queue=51), by="time") == (4, 4)
 
 
 def test_objectives_that_are_of_money_or_energy_choose_by_node_hours() -> None:
-    by = {objective: stages_worth(objective, "time") for objective in ("time", "cost", "knee", "energy")}
+    by = {objective: stage_objective(objective, "time") for objective in ("time", "cost", "knee", "energy")}
     assert by == {"time": "time", "cost": "cost", "knee": "time", "energy": "cost"}
-    assert (stages_worth("knee", "cost"), stages_worth("accuracy-time", "cost")) == ("cost", "time")
+    assert (stage_objective("knee", "cost"), stage_objective("accuracy-time", "cost")) == ("cost", "time")
 
 
 def value(options: Sequence[dict[int, float]], path: Sequence[int], change: Change, by: Worth) -> float:
@@ -95,9 +95,9 @@ def test_no_other_ascending_nodes_are_better_and_those_throughout_never(
 ) -> None:
     options = [dict(zip((1, 2, 4, 8), seconds, strict=True)) for seconds in times] + [{8: 100.0}]
     change, by = Change(start, queue), "cost" if cost else "time"
-    found = cheapest(options, change, by=by)  # type: ignore[arg-type]
+    found = choose_stage_nodes(options, change, by=by)  # type: ignore[arg-type]
     paths = [
-        path for path in itertools.product(*options) if list(path) == sorted(path) and len({*path}) <= MOST_CHANGES + 1
+        path for path in itertools.product(*options) if list(path) == sorted(path) and len({*path}) <= MAX_CHANGES + 1
     ]
     least = min(value(options, path, change, by) for path in paths)  # type: ignore[arg-type]
     assert value(options, found, change, by) == pytest.approx(least)  # type: ignore[arg-type]
@@ -106,8 +106,8 @@ def test_no_other_ascending_nodes_are_better_and_those_throughout_never(
 
 def test_nodes_change_a_bounded_number_of_times() -> None:
     stages = [{nodes: 100.0 if nodes == 1 << k else 1e4 for nodes in (1, 2, 4, 8, 16, 32)} for k in range(5)]
-    found = cheapest([*stages, {32: 1.0}], Change(0.1), by="time")
-    assert len({*found}) == MOST_CHANGES + 1 and list(found) == sorted(found)
+    found = choose_stage_nodes([*stages, {32: 1.0}], Change(0.1), by="time")
+    assert len({*found}) == MAX_CHANGES + 1 and list(found) == sorted(found)
 
 
 # --- which nodes may be had
@@ -115,16 +115,20 @@ def test_nodes_change_a_bounded_number_of_times() -> None:
 
 def test_a_gpu_has_samples_enough_for_its_statistics_on_fewer_nodes() -> None:
     subject = job(ramp_nodes="auto")
-    assert allowed(subject, 32, nodes=8) == (1, 2, 4, 8)  # 32, 16, 8, 4 samples a GPU
-    assert allowed(subject, 16, nodes=8) == (1, 2, 8)  # 4 samples are too few but where the training has them anyway
-    assert allowed(subject, 36, nodes=8) == (1, 2, 4)  # 8 do not divide it
-    assert allowed(subject, 4, nodes=8) == (1,)  # too few on any: as few nodes as there are
-    assert allowed(subject, 32, nodes=2) == (1, 2)
+    assert allowed_stage_nodes(subject, 32, nodes=8) == (1, 2, 4, 8)  # 32, 16, 8, 4 samples a GPU
+    assert allowed_stage_nodes(subject, 16, nodes=8) == (
+        1,
+        2,
+        8,
+    )  # 4 samples are too few but where the training has them anyway
+    assert allowed_stage_nodes(subject, 36, nodes=8) == (1, 2, 4)  # 8 do not divide it
+    assert allowed_stage_nodes(subject, 4, nodes=8) == (1,)  # too few on any: as few nodes as there are
+    assert allowed_stage_nodes(subject, 32, nodes=2) == (1, 2)
 
 
 def test_a_stage_too_small_for_all_nodes_is_trained_on_fewer_and_without_them_left_out() -> None:
     small = {"batch": 64, "nodes": 8, "dataset_size": 1000}
-    stages = {kind: ramp_on(job(ramp_nodes=kind, reference_batch=4), **small).stages for kind in ("same", "auto")}
+    stages = {kind: ramp_on_nodes(job(ramp_nodes=kind, reference_batch=4), **small).stages for kind in ("same", "auto")}
     assert [stage.batch for stage in stages["same"]] == [8, 16, 32, 64]
     assert [stage.batch for stage in stages["auto"]] == [4, 8, 16, 32, 64]
 
@@ -132,14 +136,14 @@ def test_a_stage_too_small_for_all_nodes_is_trained_on_fewer_and_without_them_le
 def test_what_does_not_divide_among_the_nodes_of_a_stage_is_refused() -> None:
     stages = (Stage(begin=0, batch=24), Stage(begin=100, batch=32))
     with pytest.raises(SpecError, match="batch 32 does not divide by 3"):
-        on_nodes(stages, {24: 3}, spec=job(), nodes=8)
+        stages_on_nodes(stages, {24: 3}, spec=job(), nodes=8)
     with pytest.raises(SpecError, match="batch 32 would have 2 nodes, fewer than batch 24"):
-        on_nodes(stages, {24: 4}, spec=job(), nodes=2)
+        stages_on_nodes(stages, {24: 4}, spec=job(), nodes=2)
     with pytest.raises(SpecError, match="names 16 nodes, more than the 8"):
-        ramp_on(job(ramp=[{"epochs": 1, "batch": 32, "nodes": 16}]), batch=64, nodes=8, dataset_size=1000)
+        ramp_on_nodes(job(ramp=[{"epochs": 1, "batch": 32, "nodes": 16}]), batch=64, nodes=8, dataset_size=1000)
     with pytest.raises(Exception, match="nodes must not become fewer"):
         job(ramp=[{"epochs": 1, "batch": 32, "nodes": 2}, {"epochs": 1, "batch": 64, "nodes": 1}])
-    assert on_nodes(stages, {}, spec=job(), nodes=8) == stages
+    assert stages_on_nodes(stages, {}, spec=job(), nodes=8) == stages
 
 
 # --- in forecasts
@@ -156,7 +160,9 @@ def test_node_hours_and_hours_are_the_sums_over_the_stages_and_their_starts() ->
             forecast("cost", ramp=None).predict(Config(count, stage.batch)).step_time
         )
     model = forecast("cost", ramp=None)
-    start = float(model.trainings.beside.at(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0])
+    start = float(
+        model.trainings.beside.overheads_at(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0]
+    )
     changes = len({*nodes, 8}) - 1
     longer = sum(a.steps * (a.step_time - b.step_time) for a, b in zip(grown.stages, same.stages, strict=True))
     assert grown.hours - same.hours == pytest.approx((longer + changes * start) / 3600)
@@ -204,7 +210,7 @@ def test_the_wait_for_nodes_counts_in_the_time_and_not_in_the_cost() -> None:
 def task(subject: JobSpec, forecast_: Forecast | None) -> TrainTask:
     row = None if forecast_ is None else forecast_.predict(Config(8, 256))
     rung = Rung(batch=256, prediction=row)
-    stages = ramp_on(subject, batch=256, nodes=8, dataset_size=12_800).stages
+    stages = ramp_on_nodes(subject, batch=256, nodes=8, dataset_size=12_800).stages
     return TrainTask(
         id="t-1", job="t", spec=subject, workdir="/", nodes=8, signature="s", attempt=1, ladder=(rung,), workers=0,
         stages=stages,
@@ -213,22 +219,22 @@ def task(subject: JobSpec, forecast_: Forecast | None) -> TrainTask:
 
 def test_a_training_begins_on_the_nodes_of_its_first_stage_by_what_was_predicted_or_named() -> None:
     subject = forecast("cost", ramp_nodes="auto")
-    found = with_nodes(task(subject.spec, subject), samples=0)
+    found = task_on_stage_nodes(task(subject.spec, subject), samples=0)
     chosen = [stage.nodes or 8 for stage in subject.predict(Config(8, 256)).stages]
     assert [stage.nodes for stage in found.stages] == [*chosen, 8]
     assert [stage.begin for stage in found.stages] == [0, 6400, 12_800, 19_200]
     assert (found.nodes, found.own_nodes) == (chosen[0], 8)
     assert found.next_stage is not None and found.next_stage.nodes > found.nodes
     named = job(ramp=[{"epochs": 1, "batch": 32, "nodes": 2}, {"epochs": 1, "batch": 64}])
-    own = with_nodes(task(named, None), samples=0)
+    own = task_on_stage_nodes(task(named, None), samples=0)
     assert own.stages == (
         Stage(begin=0, batch=32, nodes=2),
         Stage(begin=12_800, batch=64, nodes=8),
         Stage(begin=25_600, batch=256, nodes=8),
     )
     assert own.next_stage == own.stages[1]
-    assert [with_nodes(task(named, None), samples=count).nodes for count in (0, 12_799, 12_800)] == [2, 2, 8]
-    assert with_nodes(task(job(), None), samples=0) == task(job(), None)
+    assert [task_on_stage_nodes(task(named, None), samples=count).nodes for count in (0, 12_799, 12_800)] == [2, 2, 8]
+    assert task_on_stage_nodes(task(job(), None), samples=0) == task(job(), None)
 
 
 def test_jobs_without_the_option_keep_their_names() -> None:

@@ -6,7 +6,7 @@ from make_results import Truth, probe_all, spec
 from tula_cli.models.choice.early_end import share_left, shortened
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.efficiency import Noise, epochs_equivalent, over_training, same_progress
+from tula_cli.models.efficiency import Noise, epochs_equivalent, equivalent_constant_noise, same_progress
 from tula_cli.models.forecast import Forecast
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.parts.of_train import Until
@@ -92,7 +92,7 @@ def test_what_a_training_would_refuse_to_begin_at_is_not_offered_and_stays_to_fa
     assert min(row.batch for row in subject.predictions()) == 128
     assert "batch 64 is not below the training's own, 64" in subject.why_not_begun(Config(2, 64))
     assert subject.why_not(Config(2, 64)) == "" == subject.why_not_begun(Config(2, 128))
-    assert [rung.batch for rung in subject.ladder(2, 256)] == [256, 128, 64, 32, 16]
+    assert [rung.batch for rung in subject.fallback_rungs(2, 256)] == [256, 128, 64, 32, 16]
 
 
 def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_is_said() -> None:
@@ -110,7 +110,7 @@ def test_the_same_progress_knows_that_stages_lose_less() -> None:
         same_progress(Offers.of([forecast(ramp).predict(Config(2, 256))]), epochs=10, reference=32, noise=noise)
         for ramp in (None, "auto")
     )
-    whole = over_training(100.0, reference=32, epochs=10)
+    whole = equivalent_constant_noise(100.0, reference=32, epochs=10)
     at = {batch: epochs_equivalent(10, batch, reference=32, noise=whole) for batch in (32, 64, 128, 256)}
     assert plain.epochs[0] == pytest.approx(at[256]) and at[32] == pytest.approx(10)
     shares = {32: 0.05, 64: 0.05, 128: 0.05, 256: 0.85}

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.stage_nodes import check_stages, no_place
-from tula_cli.models.ramp.stages import Ramp, Stage, ramp_of
+from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_stages
+from tula_cli.models.ramp.stages import Ramp, Stage, build_ramp
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.parts.of_search import Search
@@ -20,7 +20,7 @@ def job(ramp: Any = "auto", **train: Any) -> JobSpec:
 
 
 def of(ramp: Any, *, batch: int = 2048, parts: int = 1, size: int = 10_000, **train: Any) -> Ramp:
-    return ramp_of(job(ramp, **train), batch=batch, parts=parts, dataset_size=size)
+    return build_ramp(job(ramp, **train), batch=batch, divisor=parts, dataset_size=size)
 
 
 def test_auto_doubles_from_the_reference_batch_every_twentieth_of_the_training() -> None:
@@ -88,7 +88,7 @@ def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataO
         while (batch := ramp.batch_at(epoch * size + done)) <= size - done:
             walked[batch] += 1
             done += batch
-    assert ramp.steps(size=size, epochs=epochs, done=start) == walked
+    assert ramp.remaining_steps(size=size, epochs=epochs, samples_done=start) == walked
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -147,7 +147,7 @@ def test_check_tells_where_the_search_has_no_batch_for_the_stages(
         those = [one if isinstance(one, tuple) else (one, None) for one in named]
         stages = [{"epochs": 1, "batch": batch, **({"nodes": nodes} if nodes else {})} for batch, nodes in those]
     search = Search(nodes=[1, 2], min_batch=32, max_batch=most)
-    problems, warnings = no_place(job(stages).model_copy(update={"search": search}), dataset_size=size)
+    problems, warnings = describe_unusable_stages(job(stages).model_copy(update={"search": search}), dataset_size=size)
     for found, words in ((problems, problem), (warnings, warning)):
         assert len(found) == (0 if not words else 2 if "names 3" in words else 1)
         assert not words or words in found[0]
@@ -155,8 +155,8 @@ def test_check_tells_where_the_search_has_no_batch_for_the_stages(
 
 def test_check_tells_stages_that_last_too_long_once_the_dataset_is_known() -> None:
     subject = job([{"samples": 29_000, "batch": 64}]).model_copy(update={"search": Search(nodes=[1], max_batch=512)})
-    assert no_place(subject, dataset_size=None) == ([], [])
-    assert "lasts 20.1" in no_place(subject, dataset_size=1438)[0][0]
+    assert describe_unusable_stages(subject, dataset_size=None) == ([], [])
+    assert "lasts 20.1" in describe_unusable_stages(subject, dataset_size=1438)[0][0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tula_cli.models.time.growth import fit
+from tula_cli.models.time.growth import fit_length_growth
 
 
 def taken(length: int, samples: float) -> float:
@@ -16,23 +16,27 @@ SEEN = [(length, samples, taken(length, samples)) for length, samples in itertoo
 
 
 def test_the_square_is_told_from_the_line_and_from_what_is_fixed() -> None:
-    found = fit(SEEN)
+    found = fit_length_growth(SEEN)
     assert found is not None and found.error == pytest.approx(0, abs=1e-6)
     assert (found.fixed, found.linear, found.square) == pytest.approx((0.01, 2e-6, 1e-9), rel=1e-6)
-    assert found.share(2000) == pytest.approx(0.5) and found(1024, 16) == pytest.approx(taken(1024, 16))
+    assert found.quadratic_share(2000) == pytest.approx(0.5) and found(1024, 16) == pytest.approx(taken(1024, 16))
 
 
 def test_no_coefficient_is_negative() -> None:
     flat = [(length, samples, 1.0 + 0.001 * samples) for length, samples, _ in SEEN]
-    found = fit(flat)
+    found = fit_length_growth(flat)
     assert found is not None and min(found.fixed, found.linear, found.square) >= 0
     noisy = [(length, samples, value * (1 + 0.1 * noise)) for (length, samples, value), noise in
              zip(SEEN, np.random.default_rng(1).standard_normal(len(SEEN)), strict=True)]  # fmt: skip
-    again = fit(noisy)
+    again = fit_length_growth(noisy)
     assert again is not None and min(again.fixed, again.linear, again.square) >= 0 and again.error is not None
 
 
 def test_one_length_or_two_points_tell_no_growth() -> None:
-    assert fit([]) is None and fit(SEEN[:2]) is None and fit([SEEN[0], SEEN[2]]) is None
-    determined = fit(SEEN[:3])
+    assert (
+        fit_length_growth([]) is None
+        and fit_length_growth(SEEN[:2]) is None
+        and fit_length_growth([SEEN[0], SEEN[2]]) is None
+    )
+    determined = fit_length_growth(SEEN[:3])
     assert determined is not None and determined.error is None

@@ -24,7 +24,7 @@ def fitted(probes: list[tuple[int, int]], *, overlapped: bool, whole: bool = Tru
     for nodes, batch in probes:
         seconds, compute = step(nodes, batch, overlapped=overlapped)
         seen.append(Observation(nodes, 1, batch, (seconds,) * 10, math.nan if whole else compute))
-    return steptime.fit(seen, collective="ring")
+    return steptime.fit_step_time(seen, collective="ring")
 
 
 def worst(predicted: np.ndarray, *, overlapped: bool) -> float:

@@ -35,7 +35,7 @@ def fitted(
 ) -> Overlap:
     rng = np.random.default_rng(seed)
     step, compute = truth(at)
-    return models_time_overlap.fit(
+    return models_time_overlap.fit_overlap(
         at,
         step=step * np.exp(noise * rng.standard_normal(len(at))),
         compute=compute * np.exp(noise * rng.standard_normal(len(at))),
@@ -53,7 +53,7 @@ def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
         inside=np.array([False, True, False, False, False]),
         gpus=gpus,
     )
-    frame = formulas.Frame.of(at_points, truth(at_points)[1], SHAPES["ring"], priors.PRIORS)
+    frame = formulas.ReferenceFrame.of(at_points, truth(at_points)[1], SHAPES["ring"], priors.PRIORS)
     at, rng, small = frame.at(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
@@ -73,13 +73,13 @@ def test_the_fit_is_the_most_probable_one() -> None:
     rng = np.random.default_rng(0)
     step, compute = (part * np.exp(0.05 * rng.standard_normal(len(at_points))) for part in truth(at_points))
     data = models_time_overlap._Data(
-        formulas.Frame.of(at_points, compute, SHAPES["ring"], priors.PRIORS).at(at_points),
+        formulas.ReferenceFrame.of(at_points, compute, SHAPES["ring"], priors.PRIORS).at(at_points),
         np.log(step),
         np.log(compute),
         np.zeros(len(at_points)),
     )
     spread = data.spread_as(formulas.evaluate(np.zeros(data.at.frame.size), data.at), 1.0)
-    best = models_time_overlap._most_probable(np.zeros(data.at.frame.size), data, spread)
+    best = models_time_overlap._maximize_posterior(np.zeros(data.at.frame.size), data, spread)
     for index in range(len(best.z)):
         for away in (-0.1, 0.1):
             z = best.z + away * np.eye(len(best.z))[index]
@@ -93,7 +93,7 @@ def test_the_covariance_is_that_of_generalised_least_squares_by_statsmodels(
 ) -> None:
     found = fitted(grid(nodes), noise=noise)._fitted
     assert found.covariance == pytest.approx(found.regression.cov_params(), rel=1e-8, abs=1e-12)
-    assert found.stepped(0.0) == pytest.approx(found.regression.params, rel=1e-8, abs=1e-10)
+    assert found.gauss_newton_step(0.0) == pytest.approx(found.regression.params, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("damping", [1e-9, 1e-2, 10.0])
@@ -103,7 +103,7 @@ def test_a_damped_step_is_least_squares_with_rows_that_hold_each_coordinate(damp
     hold = np.diag(np.sqrt(damping * (1 + np.square(whitener @ found.jacobian).sum(axis=0))))
     rows = np.vstack([whitener @ found.jacobian, np.eye(size), hold])
     target = np.concatenate([whitener @ (found.off + found.jacobian @ found.z), np.zeros(size), hold @ found.z])
-    assert found.stepped(damping) == pytest.approx(OLS(target, rows).fit().params, rel=1e-8, abs=1e-10)
+    assert found.gauss_newton_step(damping) == pytest.approx(OLS(target, rows).fit().params, rel=1e-8, abs=1e-10)
 
 
 @pytest.mark.parametrize("nodes", [(1, 2, 4, 8, 16), (2, 4, 8, 16)])
@@ -130,7 +130,7 @@ def test_one_node_of_several_gpus_has_its_own_level() -> None:
     at = grid((1, 2, 4), gpus=4)
     step, compute = truth(at)
     step = np.where(at.inside, compute, step)  # nothing to see inside the node
-    found = models_time_overlap.fit(at, step=step, compute=compute, spread=np.zeros(len(at)), collective="ring")
+    found = models_time_overlap.fit_overlap(at, step=step, compute=compute, spread=np.zeros(len(at)), collective="ring")
     sync = found.parts(points([1, 2], [16, 16], gpus=4))[2]
     assert sync[0] < 0.3 * sync[1]
 
@@ -186,7 +186,7 @@ def test_the_joint_distribution_agrees_with_the_single_ones() -> None:
 def test_compute_that_was_not_measured_apart_is_no_obstacle() -> None:
     at = grid((1, 2, 4, 8))
     step, _ = truth(at)
-    found = models_time_overlap.fit(
+    found = models_time_overlap.fit_overlap(
         at, step=step, compute=np.full(len(at), np.nan), spread=np.full(len(at), np.nan), collective="ring"
     )
     between = points([3, 6], [100, 24])
@@ -196,7 +196,9 @@ def test_compute_that_was_not_measured_apart_is_no_obstacle() -> None:
 def literal(probes: list[tuple[int, int, float, float]]) -> Overlap:
     at = points([n for n, *_ in probes], [b for _, b, *_ in probes])
     step, compute = (np.array([row[column] for row in probes]) for column in (2, 3))
-    return models_time_overlap.fit(at, step=step, compute=compute, spread=np.full(len(at), np.nan), collective="ring")
+    return models_time_overlap.fit_overlap(
+        at, step=step, compute=compute, spread=np.full(len(at), np.nan), collective="ring"
+    )
 
 
 def test_a_fit_goes_through_probes_that_leave_room_to_go_astray() -> None:

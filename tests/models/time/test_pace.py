@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from make_results import Truth, measured
 
-from tula_cli.models.time.noise import centre
-from tula_cli.models.time.pace import Pace, Paced, paced
+from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.pace import PacedResults, TrainingPace, results_at_pace
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import StepParts
 
@@ -14,16 +14,16 @@ PROBES = [(1, 16), (1, 64), (2, 16), (4, 16), (4, 64)]
 BEFORE = Truth(fixed=0.02, slope=0.0005, sync=0.04)
 
 
-def seen(now: Truth, nodes: int, local_batch: int, *, data: float = 0.0, apart: bool = True) -> Pace:
+def seen(now: Truth, nodes: int, local_batch: int, *, data: float = 0.0, apart: bool = True) -> TrainingPace:
     """Return what a training sees on a cluster that is `now` so."""
     compute, sync = now.fixed + now.slope * local_batch, now.sync * (1 - 1 / nodes)
     step = compute + sync + data
     parts = StepParts(step=step, data=data, compute=compute if apart else None, sync=sync if apart else None)
-    return Pace(nodes, 1, local_batch, (step,) * 6, parts)
+    return TrainingPace(nodes, 1, local_batch, (step,) * 6, parts)
 
 
-def after(pace: Pace) -> Paced:
-    return paced(
+def after(pace: TrainingPace) -> PacedResults:
+    return results_at_pace(
         [measured(BEFORE, *probe) for probe in PROBES],
         pace,
         step_of=BEFORE.step_time,
@@ -31,8 +31,8 @@ def after(pace: Pace) -> Paced:
     )
 
 
-def times(found: Paced) -> dict[tuple[int, int], float]:
-    return {(r.nodes, r.local_batch): centre(r.step_times) for r in found.results if isinstance(r, Measured)}
+def times(found: PacedResults) -> dict[tuple[int, int], float]:
+    return {(r.nodes, r.local_batch): trimmed_mean(r.step_times) for r in found.results if isinstance(r, Measured)}
 
 
 @pytest.mark.parametrize("at", [(4, 16), (2, 64)], ids=["measured", "not measured"])
@@ -56,7 +56,7 @@ def test_data_that_set_the_pace_bound_every_step_by_its_batch() -> None:
 def test_a_network_that_was_hidden_is_added_where_it_is_not_any_more() -> None:
     hidden = [measured(dataclasses.replace(BEFORE, sync=0.0), *probe) for probe in PROBES]
     now = seen(dataclasses.replace(BEFORE, sync=0.04), 4, 16)
-    found = paced(hidden, now, step_of=BEFORE.step_time, compute_of=lambda _, local: 0.02 + 0.0005 * local)
+    found = results_at_pace(hidden, now, step_of=BEFORE.step_time, compute_of=lambda _, local: 0.02 + 0.0005 * local)
     assert times(found)[2, 16] == pytest.approx(0.028 + 0.03)
     assert times(found)[1, 16] == pytest.approx(0.028), "one node has no network"
     assert "synchronisation where there was next to none" in found.told[0]

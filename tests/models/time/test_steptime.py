@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.time.noise import centre, drift
-from tula_cli.models.time.steptime import Observation, fit, observed
+from tula_cli.models.time.noise import block_deviation, trimmed_mean
+from tula_cli.models.time.steptime import Observation, estimate_measured, fit_step_time
 
 GRID = [(nodes, batch) for nodes in (2, 4, 8, 16) for batch in (16, 64, 256)]
 
@@ -23,7 +23,7 @@ def overlapped(nodes: int, batch: int, *, gpus: int = 1, sync: float = 0.1) -> O
 
 
 def test_predicts_what_was_not_measured_with_an_interval() -> None:
-    found = fit([overlapped(n, b) for n, b in GRID], collective="ring")
+    found = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
     for nodes, batch in [(4, 32), (8, 128), (12, 200)]:
         estimate = found.predict(nodes, 1, batch)
         assert estimate.seconds == pytest.approx(overlapped(nodes, batch).seconds, rel=0.06)
@@ -33,14 +33,14 @@ def test_predicts_what_was_not_measured_with_an_interval() -> None:
 
 
 def test_more_nodes_than_were_measured_are_less_certain_and_not_any_number() -> None:
-    found = fit([overlapped(n, b) for n, b in GRID if n <= 4], collective="ring")
+    found = fit_step_time([overlapped(n, b) for n, b in GRID if n <= 4], collective="ring")
     widths = [e.high / e.low for n in (4, 8, 16, 32) if (e := found.predict(n, 1, 64)).high and e.low]
     assert len(widths) == 4 and widths == sorted(widths)
     assert found.refusal(33, 1, 64) == "33 nodes are more than 8 times the 4 that were measured"
 
 
 def test_all_at_once_is_the_same_as_one_by_one() -> None:
-    found = fit([overlapped(n, b) for n, b in GRID], collective="ring")
+    found = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring")
     seconds, low, high = found.predict_all([2, 6, 16], [1, 1, 1], [16, 48, 512])
     for index, (nodes, batch) in enumerate([(2, 16), (6, 48), (16, 512)]):
         estimate = found.predict(nodes, 1, batch)
@@ -58,7 +58,7 @@ def test_noise_within_the_probes_widens_the_interval() -> None:
             Observation(n, 1, b, tuple(overlapped(n, b).seconds * waves[n, b]), overlapped(n, b).compute_time)
             for n, b in GRID
         ]
-        estimate = fit(seen, collective="ring").predict(6, 1, 128)
+        estimate = fit_step_time(seen, collective="ring").predict(6, 1, 128)
         assert estimate.low is not None and estimate.high is not None
         return (estimate.high - estimate.low) / estimate.seconds
 
@@ -66,53 +66,53 @@ def test_noise_within_the_probes_widens_the_interval() -> None:
 
 
 def test_the_fit_is_told_in_one_line() -> None:
-    words = fit([overlapped(n, b) for n, b in GRID], collective="ring").words
+    words = fit_step_time([overlapped(n, b) for n, b in GRID], collective="ring").words
     assert words.startswith("step = compute 2") and " at local batch 16 to " in words and " at local batch 256" in words
     assert (
         "overlapped with synchronisation" in words and " at 2 nodes to " in words and " at 16 nodes (12 probes" in words
     )
-    alone = fit([observation(1, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring").words
+    alone = fit_step_time([observation(1, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring").words
     assert "synchronisation" not in alone
 
 
 def test_as_many_parameters_as_measurements_is_said() -> None:
     corners = [(2, 16), (2, 256), (16, 16), (16, 256)]
-    found = fit([observation(n, b, overlapped(n, b).seconds) for n, b in corners], collective="ring")
+    found = fit_step_time([observation(n, b, overlapped(n, b).seconds) for n, b in corners], collective="ring")
     assert found.determined_exactly and found.error is None
     assert "exactly determined" in found.words and "residual 0" not in found.words
     # Compute measured apart from synchronisation is a measurement of its own.
-    assert not fit([overlapped(n, b) for n, b in corners], collective="ring").determined_exactly
+    assert not fit_step_time([overlapped(n, b) for n, b in corners], collective="ring").determined_exactly
 
 
 def test_a_fit_that_misses_a_probe_is_not_said_to_be_exact() -> None:
-    found = fit([observation(1, 16, 0.5), observation(1, 64, 0.1)], collective="ring")
+    found = fit_step_time([observation(1, 16, 0.5), observation(1, 64, 0.1)], collective="ring")
     assert any("the fit misses the probe" in warning for warning in found.warnings)
     assert not found.determined_exactly and "exactly" not in found.words
 
 
 def test_one_number_of_nodes_predicts_only_that() -> None:
-    found = fit([observation(4, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring")
+    found = fit_step_time([observation(4, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring")
     assert found.predict(4, 1, 128).seconds == pytest.approx(0.228, rel=0.05)
     with pytest.raises(BadMeasurements, match="one number of nodes"):
         found.predict(8, 1, 64)
 
 
 def test_one_local_batch_predicts_only_that() -> None:
-    found = fit([overlapped(n, 64) for n in (2, 4, 8)], collective="ring")
+    found = fit_step_time([overlapped(n, 64) for n in (2, 4, 8)], collective="ring")
     assert found.predict(16, 1, 64).seconds == pytest.approx(overlapped(16, 64).seconds, rel=0.25)
     with pytest.raises(BadMeasurements, match="one local batch"):
         found.predict(2, 1, 32)
 
 
 def test_one_probe_predicts_only_itself() -> None:
-    found = fit([observation(4, 64, 0.3)], collective="reduce_scatter_allgather")
+    found = fit_step_time([observation(4, 64, 0.3)], collective="reduce_scatter_allgather")
     assert found.predict(4, 1, 64).seconds == pytest.approx(0.3, rel=0.02)
     assert found.refusal(2, 1, 64) and found.refusal(4, 1, 32)
     assert found.error is None
 
 
 def test_equal_probes_are_one_point_between_them() -> None:
-    found = fit([observation(4, 64, 0.3), observation(4, 64, 0.32)], collective="ring")
+    found = fit_step_time([observation(4, 64, 0.3), observation(4, 64, 0.32)], collective="ring")
     assert 0.3 < found.predict(4, 1, 64).seconds < 0.32
     assert found.refusal(4, 1, 128)
 
@@ -121,24 +121,24 @@ def test_the_second_opinion_is_additive_and_needs_probes_to_spare() -> None:
     def seconds(nodes: int, batch: int) -> float:
         return 0.05 + 0.001 * batch + 0.1 * (1 - 1 / nodes)
 
-    found = fit([observation(n, b, seconds(n, b)) for n, b in GRID], collective="ring")
+    found = fit_step_time([observation(n, b, seconds(n, b)) for n, b in GRID], collective="ring")
     assert found.second_opinion(6, 1, 100) == pytest.approx(seconds(6, 100), rel=1e-3)
-    few = fit([observation(n, b, seconds(n, b)) for n, b in GRID[:5]], collective="ring")
+    few = fit_step_time([observation(n, b, seconds(n, b)) for n, b in GRID[:5]], collective="ring")
     assert few.second_opinion(2, 1, 32) is None
 
 
 def test_no_probe_or_a_time_that_is_none_is_refused() -> None:
     with pytest.raises(BadMeasurements, match="no probe"):
-        fit([], collective="ring")
+        fit_step_time([], collective="ring")
     for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(BadMeasurements, match="2 nodes, local batch 8"):
-            fit([observation(2, 8, wrong)], collective="ring")
+            fit_step_time([observation(2, 8, wrong)], collective="ring")
 
 
 def test_traffic_counts_nodes_where_there_are_several_even_with_one_node_among_them() -> None:
     seen = [overlapped(n, b, gpus=8) for n in (2, 4, 8) for b in (16, 64)]
     alone = [observation(1, b, max(0.02, 0.001 * b), gpus=8, compute=max(0.02, 0.001 * b)) for b in (16, 64)]
-    found = fit([*seen, *alone], collective="ring")
+    found = fit_step_time([*seen, *alone], collective="ring")
     assert found.predict(6, 8, 32).seconds == pytest.approx(overlapped(6, 32).seconds, rel=0.06)
     assert found.predict(1, 8, 32).seconds == pytest.approx(0.032, rel=0.15)
     assert found.refusal(8, 4, 32) == "only 8 GPUs a node were measured, not 4"
@@ -150,7 +150,7 @@ def test_traffic_counts_gpus_inside_one_node() -> None:
         for g in (1, 2, 4)
         for b in (16, 64)
     ]
-    found = fit(seen, collective="ring")
+    found = fit_step_time(seen, collective="ring")
     assert found.predict(1, 8, 32).seconds == pytest.approx(overlapped(8, 32).seconds, rel=0.1)
     assert "only one node" in found.refusal(8, 8, 32)
 
@@ -165,7 +165,7 @@ def two_level(nodes: int, gpus: int, batch: int) -> Observation:
 
 def test_nodes_of_several_gpus_follow_from_one_node_and_nodes_of_one_gpu() -> None:
     apart = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (4, 1)]
-    found = fit([two_level(n, g, b) for n, g in apart for b in (16, 64, 256)], collective="ring")
+    found = fit_step_time([two_level(n, g, b) for n, g in apart for b in (16, 64, 256)], collective="ring")
     assert "at 1 node of 8 GPUs to" in found.words and found.second_opinion(4, 8, 64) is None
     for nodes, gpus, batch in [(2, 8, 16), (4, 8, 64), (4, 4, 16), (4, 2, 128), (4, 6, 32)]:
         estimate, truth = found.predict(nodes, gpus, batch), two_level(nodes, gpus, batch).seconds
@@ -179,7 +179,7 @@ def test_one_probe_on_several_nodes_of_several_gpus_tells_most_of_the_others() -
     apart = [(n, g, b) for n, g in [(1, 1), (1, 4), (1, 8), (2, 1), (4, 1)] for b in (16, 64, 256)]
     widths = []
     for corner in ([], [(2, 8, 16)]):
-        found = fit([two_level(*at) for at in [*apart, *corner]], collective="ring").predict(4, 8, 32)
+        found = fit_step_time([two_level(*at) for at in [*apart, *corner]], collective="ring").predict(4, 8, 32)
         assert found.low is not None and found.high is not None
         assert found.low < two_level(4, 8, 32).seconds < found.high
         widths.append(found.high / found.low)
@@ -189,7 +189,7 @@ def test_one_probe_on_several_nodes_of_several_gpus_tells_most_of_the_others() -
 def test_odd_probes_are_pointed_out() -> None:
     seen = [overlapped(n, b) for n, b in GRID]
     seen[0] = observation(2, 16, 0.3)
-    warnings = fit(seen, collective="ring").warnings
+    warnings = fit_step_time(seen, collective="ring").warnings
     assert any("misses the probe at 2 nodes, local batch 16" in warning for warning in warnings)
     assert any("not monotone: a step is shorter at 2 nodes, local batch 64 than at" in warning for warning in warnings)
 
@@ -201,33 +201,33 @@ def test_warnings_of_one_kind_are_one_line() -> None:
         dataclasses.replace(probe, step_times=tuple(probe.seconds * slower)) if probe.local_batch == 64 else probe
         for probe in steady
     ]
-    (told,) = (text for text in fit(seen, collective="ring").warnings if text.startswith("unsteady"))
+    (told,) = (text for text in fit_step_time(seen, collective="ring").warnings if text.startswith("unsteady"))
     assert told.count(", local batch 64 by ") == len([b for _, b in GRID if b == 64]) > 1
 
 
 def test_the_centre_keeps_regular_slow_steps_and_drops_a_single_stall() -> None:
     every_fifth = [1.0, 1.0, 1.0, 1.0, 2.0] * 10
-    assert np.median(every_fifth) == 1.0 and centre(every_fifth) == pytest.approx(1.125)
-    assert centre([1.0] * 49 + [50.0]) == 1.0
-    assert centre([1.0, 2.0]) == 1.5
+    assert np.median(every_fifth) == 1.0 and trimmed_mean(every_fifth) == pytest.approx(1.125)
+    assert trimmed_mean([1.0] * 49 + [50.0]) == 1.0
+    assert trimmed_mean([1.0, 2.0]) == 1.5
 
 
 def test_drift_ignores_what_averages_out() -> None:
     rng = np.random.default_rng(0)
-    independent = drift(1 + 0.1 * rng.standard_normal(1000))
-    lasting = drift(np.repeat([0.9, 1.1, 0.9, 1.1, 0.9], 200) + 0.001 * rng.standard_normal(1000))
+    independent = block_deviation(1 + 0.1 * rng.standard_normal(1000))
+    lasting = block_deviation(np.repeat([0.9, 1.1, 0.9, 1.1, 0.9], 200) + 0.001 * rng.standard_normal(1000))
     assert independent is not None and independent < 0.02
     assert lasting is not None and 0.09 < lasting < 0.12
-    assert drift([1.0] * 4) is None
+    assert block_deviation([1.0] * 4) is None
 
 
 def test_a_measured_step_time_has_the_interval_of_its_own_steps_and_of_another_job() -> None:
-    steady = observed([1.0, 1.1] * 10, 0.03)
+    steady = estimate_measured([1.0, 1.1] * 10, 0.03)
     assert steady.seconds == pytest.approx(1.05)
     assert steady.low is not None and steady.low == pytest.approx(1.05 * (1 - 1.645 * math.sqrt(2) * 0.03), rel=1e-3)
-    rough = observed(np.repeat([0.9, 1.0, 1.1, 1.0, 0.9], 10).tolist(), 0.03)
+    rough = estimate_measured(np.repeat([0.9, 1.0, 1.1, 1.0, 0.9], 10).tolist(), 0.03)
     assert rough.low is not None and rough.high is not None and rough.low < 0.9 and rough.high > 1.1
-    assert observed([1.0, 1.0], 0.03).low is None
+    assert estimate_measured([1.0, 1.0], 0.03).low is None
 
 
 def test_how_far_jobs_differ_is_learnt_from_configurations_that_were_measured_again() -> None:
@@ -240,7 +240,7 @@ def test_how_far_jobs_differ_is_learnt_from_configurations_that_were_measured_ag
             dataclasses.replace(o, step_times=tuple(np.multiply(o.step_times, 1 + apart * rng.standard_normal())))
             for o in seen * 5
         ]
-        return float(fit(seen, collective="ring").repeats([2], [1], [64])[0])
+        return float(fit_step_time(seen, collective="ring").repeat_deviation([2], [1], [64])[0])
 
     assert repeats(0.002) < 0.025 < 0.05 < repeats(0.1)
 
@@ -270,7 +270,7 @@ def overlapping(nodes: int, batch: int, *, floor: float, sync: float) -> Observa
 @pytest.mark.parametrize("sync", [0.01, 0.03])
 def test_whole_steps_tell_what_was_not_measured(probes: list[tuple[int, int]], sync: float) -> None:
     """Within 10 % at any place between the probes, and 3 % in the median; the measured compute would tell no more."""
-    found = fit([in_whole(overlapping(n, b, floor=0.02, sync=sync)) for n, b in probes], collective="ring")
+    found = fit_step_time([in_whole(overlapping(n, b, floor=0.02, sync=sync)) for n, b in probes], collective="ring")
     least = min(n for n, _ in probes)
     held_out = [(n, b) for n in (1, 2, 4, 8, 16) for b in (8, 16, 32, 64, 128) if n >= least and (n, b) not in probes]
     off = [
@@ -285,7 +285,7 @@ def test_probes_with_and_without_synchronisation_apart_are_fitted_together() -> 
     probes = [(n, b) for n in (1, 2, 4, 8) for b in (16, 64, 256)]
     seen = [overlapping(n, b, floor=0.02, sync=0.03) for n, b in probes]
     mixed = [in_whole(o) if o.nodes == 1 or index % 2 else o for index, o in enumerate(seen)]
-    found = fit(mixed, collective="ring")
+    found = fit_step_time(mixed, collective="ring")
     assert "alone" not in found.words
     for nodes, batch in ((2, 32), (4, 128), (6, 64)):
         expected = overlapping(nodes, batch, floor=0.02, sync=0.03).seconds
@@ -293,6 +293,6 @@ def test_probes_with_and_without_synchronisation_apart_are_fitted_together() -> 
 
 
 def test_on_one_gpu_whole_steps_are_all_there_is() -> None:
-    found = fit([in_whole(overlapping(1, b, floor=0.02, sync=0.0)) for b in (16, 64, 256)], collective="ring")
+    found = fit_step_time([in_whole(overlapping(1, b, floor=0.02, sync=0.0)) for b in (16, 64, 256)], collective="ring")
     assert "alone" not in found.words
     assert found.predict(1, 1, 128).seconds == pytest.approx(0.084, rel=0.03)

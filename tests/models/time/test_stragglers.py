@@ -5,7 +5,7 @@ import pytest
 from make_results import Truth, measured, probe_all, shared_storage, spec
 
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.time.stragglers import fitted, stragglers
+from tula_cli.models.time.stragglers import find_stragglers, fit_with_stragglers
 from tula_cli.run.records.probes import Measured, RankPace
 
 
@@ -17,29 +17,29 @@ def with_ranks(nodes: int, *, compute: float = 0.1, waits: float = 0.0, hosts: i
 
 
 def test_a_node_that_computes_slowly_in_most_of_its_probes_is_named() -> None:
-    (found,) = stragglers([with_ranks(4, compute=0.18), with_ranks(4, compute=0.2), with_ranks(2)])
+    (found,) = find_stragglers([with_ranks(4, compute=0.18), with_ranks(4, compute=0.2), with_ranks(2)])
     assert (found.name, found.probes, found.of, found.waits) == ("n3", 2, 2, False)
     assert found.factor == pytest.approx(1.9, rel=0.05)
-    assert "n3 computes 1.9 times as slowly" in found.words and "cluster.slurm.exclude: n3" in found.words
+    assert "n3 computes 1.9 times as slowly" in found.description and "cluster.slurm.exclude: n3" in found.description
 
 
 def test_a_node_that_waits_for_its_data_is_told_from_one_that_computes_slowly() -> None:
-    (found,) = stragglers([with_ranks(4, waits=0.1), with_ranks(4, waits=0.1)])
-    assert found.waits and "gets its data" in found.words and "its data loader" in found.words
+    (found,) = find_stragglers([with_ranks(4, waits=0.1), with_ranks(4, waits=0.1)])
+    assert found.waits and "gets its data" in found.description and "its data loader" in found.description
 
 
 def test_a_rank_of_one_node_is_named_by_its_number() -> None:
-    (found,) = stragglers([with_ranks(4, compute=0.2, hosts=1)] * 2)
-    assert found.name == "rank 3" and "exclude" not in found.words
+    (found,) = find_stragglers([with_ranks(4, compute=0.2, hosts=1)] * 2)
+    assert found.name == "rank 3" and "exclude" not in found.description
 
 
 @pytest.mark.parametrize("probes", [[], [with_ranks(4, compute=0.2)], [with_ranks(4, compute=0.11)] * 4])
 def test_one_slow_probe_or_a_few_per_cent_name_nobody(probes: list[Measured]) -> None:
-    assert stragglers(probes) == []
+    assert find_stragglers(probes) == []
 
 
 def test_slow_once_in_many_is_chance() -> None:
-    assert stragglers([with_ranks(4, compute=0.2)] * 2 + [with_ranks(4)] * 2) == []
+    assert find_stragglers([with_ranks(4, compute=0.2)] * 2 + [with_ranks(4)] * 2) == []
 
 
 def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_recognised() -> None:
@@ -47,7 +47,7 @@ def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_rec
     for seed in range(5):
         everything = shared_storage(seed)
         seen = [probe for probe in everything if probe.nodes in (1, 8) or probe.local_batch <= 32]
-        fit, told = fitted(job, seen)
+        fit, told = fit_with_stragglers(job, seen)
         assert len(told) == 1 and told[0].startswith("input- or straggler-bound: on 8 nodes")
         for probe in everything:
             if probe not in seen:
@@ -61,4 +61,4 @@ def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_rec
 @pytest.mark.parametrize("seed", range(5))
 def test_an_ordinary_job_is_not_held_up(seed: int) -> None:
     truth = Truth(noise=0.02, jitter=0.02)
-    assert not fitted(spec(), probe_all(truth, {2: (16, 64, 256), 16: (2, 32, 256)}, seed=seed))[1]
+    assert not fit_with_stragglers(spec(), probe_all(truth, {2: (16, 64, 256), 16: (2, 32, 256)}, seed=seed))[1]

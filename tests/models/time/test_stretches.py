@@ -11,11 +11,11 @@ import pytest
 from make_results import Truth, measured, spec
 
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.observations import observation
+from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.steptime import REPEATS, Observation, observed
-from tula_cli.models.time.stretches import told_by
+from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, Observation, estimate_measured
+from tula_cli.models.time.stretches import observations_from_training
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
 
@@ -36,7 +36,7 @@ def steps(seconds: float, *, count: int = 30, at: float = 1.0, **changes: Any) -
 
 
 def told(rows: Sequence[dict[str, Any]], *tasks: TrainTask) -> tuple[TrainedSteps, ...]:
-    return told_by(tasks or (task(),), rows, lambda task, environment: "").found
+    return observations_from_training(tasks or (task(),), rows, lambda task, environment: "").found
 
 
 def test_a_training_tells_one_step_time_of_each_configuration_it_ran_at() -> None:
@@ -46,7 +46,7 @@ def test_a_training_tells_one_step_time_of_each_configuration_it_ran_at() -> Non
         (128, 64, pytest.approx(0.1)), (64, 32, pytest.approx(0.06)),
     ]  # fmt: skip
     assert found[0].steps == 2 * 27 * 10, "of each start the first three rows are warm-up"
-    assert found[0].noise == pytest.approx(REPEATS), "however long, it is another job than the probes"
+    assert found[0].noise == pytest.approx(DEFAULT_REPEAT_SD), "however long, it is another job than the probes"
 
 
 def test_steps_of_smaller_batches_before_its_own_do_not_count() -> None:
@@ -82,19 +82,23 @@ def test_steps_before_a_change_do_not_count_and_those_after_it_count_less() -> N
     rows = [start(), *steps(0.06, count=19), {"kind": "change", "change": change}, *steps(0.09, at=21.0)]
     (one,) = told(rows)
     assert one.step_time == pytest.approx(0.09)
-    assert one.noise == pytest.approx(math.hypot(REPEATS, math.log(1.5) / Z90), rel=0.01)
+    assert one.noise == pytest.approx(math.hypot(DEFAULT_REPEAT_SD, math.log(1.5) / Z90), rel=0.01)
 
 
 @pytest.mark.parametrize("unlike", [{"splits": 2}, {"workers": 1}], ids=["cut", "fewer loaders"])
 def test_steps_such_as_no_probe_makes_do_not_count(unlike: dict[str, Any]) -> None:
-    found = told_by((task(1, **unlike), task(2)), [start(1), *steps(0.2), start(2), *steps(0.1)], lambda task, row: "")
+    found = observations_from_training(
+        (task(1, **unlike), task(2)), [start(1), *steps(0.2), start(2), *steps(0.1)], lambda task, row: ""
+    )
     assert [one.step_time for one in found.found] == [pytest.approx(0.1)]
     assert len(found.left_out) == 1
 
 
 def test_where_it_ran_may_leave_it_out_and_too_few_steps_do() -> None:
     rows = [start(), {"kind": "environment", "hardware": "x"}, *steps(0.1)]
-    found = told_by((task(),), rows, lambda task, environment: f"it ran on {(environment or {})['hardware']}")
+    found = observations_from_training(
+        (task(),), rows, lambda task, environment: f"it ran on {(environment or {})['hardware']}"
+    )
     assert found.found == () and found.left_out == ("it ran on x",)
     assert not told([start(), *steps(0.1, count=12)])
 
@@ -103,13 +107,13 @@ def test_noise_grows_with_the_spread_of_its_stretches() -> None:
     rng = np.random.default_rng(0)
     rows = [start(), *(steps(float(took), count=1, at=at)[0] for at, took in enumerate(0.1 + 0.03 * rng.random(200)))]
     (one,) = told(rows)
-    assert REPEATS < one.noise < 0.03
+    assert DEFAULT_REPEAT_SD < one.noise < 0.03
 
 
 # --- beside a probe
 
 
-def trained(seconds: float, *, noise: float = REPEATS, until: float = 0.0) -> TrainedSteps:
+def trained(seconds: float, *, noise: float = DEFAULT_REPEAT_SD, until: float = 0.0) -> TrainedSteps:
     return TrainedSteps(
         signature="ab12cd34", nodes=8, gpus_per_node=1, batch=512, step_time=seconds, step_times=(seconds,) * 40, compute=None,
         sync=None, data_wait=None, steps=400, changed=0.0, noise=noise, since=0.0, until=until,
@@ -118,17 +122,20 @@ def trained(seconds: float, *, noise: float = REPEATS, until: float = 0.0) -> Tr
 
 def test_probe_and_trainings_count_by_their_noise() -> None:
     probe = (0.1,) * 20
-    alone, both = stretches.measured(probe, (), 0.01), stretches.measured(probe, [trained(0.101)], 0.01)
-    assert alone == observed(probe, 0.01) and stretches.measured(None, (), 0.01) is None
+    alone, both = (
+        stretches.estimate_from_measurements(probe, (), 0.01),
+        stretches.estimate_from_measurements(probe, [trained(0.101)], 0.01),
+    )
+    assert alone == estimate_measured(probe, 0.01) and stretches.estimate_from_measurements(None, (), 0.01) is None
     assert both is not None and both.seconds == pytest.approx(0.1005, rel=1e-4)
     assert both.high is not None and alone is not None and alone.high is not None and both.low is not None
     assert math.log(both.high / both.low) < math.log(alone.high / (alone.low or 0.0)), "two jobs tell more than one"
-    doubtful = stretches.measured(probe, [trained(0.12, noise=0.2)], 0.01)
+    doubtful = stretches.estimate_from_measurements(probe, [trained(0.12, noise=0.2)], 0.01)
     assert doubtful is not None and doubtful.seconds < 0.1005
 
 
 def test_where_they_disagree_the_interval_holds_both() -> None:
-    found = stretches.measured((0.1,) * 20, [trained(0.115)], 0.01)
+    found = stretches.estimate_from_measurements((0.1,) * 20, [trained(0.115)], 0.01)
     assert found is not None and found.low is not None and found.high is not None
     assert found.low < 0.1 and found.high > 0.115
 
@@ -142,7 +149,7 @@ NEAR = [(8, 32), (8, 128), (4, 64), (16, 64), (8, 256), (16, 32)]
 
 def unseen(seen: Sequence[Observation]) -> tuple[float, float, float]:
     """Return the mean error at the neighbours, the share of them inside their intervals, and how wide these are."""
-    fit = steptime.fit(seen, collective="ring")
+    fit = steptime.fit_step_time(seen, collective="ring")
     nodes, local_batches = zip(*NEAR, strict=True)
     seconds, low, high = fit.predict_all(nodes, [1] * len(NEAR), local_batches)
     truth = np.array([TRUTH.step_time(*place) for place in NEAR])
@@ -154,9 +161,9 @@ def test_a_training_at_the_choice_betters_what_is_predicted_of_its_neighbours() 
     noisy, found = dataclasses.replace(TRUTH, noise=0.04, jitter=0.02), []
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        probes = [observation(measured(noisy, nodes, b, rng=rng)) for nodes, own in PROBES.items() for b in own]
-        seconds = TRUTH.step_time(8, 64) * (1 + REPEATS * rng.standard_normal())
-        found.append([unseen(probes), unseen([*probes, stretches.observation(trained(seconds))])])
+        probes = [as_observation(measured(noisy, nodes, b, rng=rng)) for nodes, own in PROBES.items() for b in own]
+        seconds = TRUTH.step_time(8, 64) * (1 + DEFAULT_REPEAT_SD * rng.standard_normal())
+        found.append([unseen(probes), unseen([*probes, stretches.as_observation(trained(seconds))])])
     (error, _, width), (later_error, later_held, later_width) = np.mean(found, axis=0)
     assert later_error < 0.75 * error
     assert later_width < 0.95 * width and later_held >= 0.9

@@ -23,7 +23,7 @@ def step(nodes: int, batch: int, *, compute: float = 1.0, sync: float = 1.0) -> 
 
 @pytest.fixture(scope="module")
 def fit() -> StepTimeFit:
-    return steptime.fit([step(*at) for at in GRID], collective="ring")
+    return steptime.fit_step_time([step(*at) for at in GRID], collective="ring")
 
 
 def truth(**factors: float) -> np.ndarray:
@@ -95,8 +95,8 @@ def test_a_given_bandwidth_is_as_its_ratio_and_less_sure(fit: StepTimeFit) -> No
 
 def test_whole_steps_alone_leave_more_open() -> None:
     seen = [step(*at) for at in GRID[::2]]
-    apart = steptime.fit(seen, collective="ring")
-    whole = steptime.fit([replace(o, compute_time=math.nan) for o in seen], collective="ring")
+    apart = steptime.fit_step_time(seen, collective="ring")
+    whole = steptime.fit_step_time([replace(o, compute_time=math.nan) for o in seen], collective="ring")
     widths = [
         np.mean(np.log(high / low))
         for fit in (apart, whole)
@@ -106,7 +106,7 @@ def test_whole_steps_alone_leave_more_open() -> None:
 
 
 def test_one_node_tells_nothing_of_a_network() -> None:
-    fit = steptime.fit([Observation(1, 1, b, (0.001 * b,) * 9, math.nan) for b in (8, 64)], collective="ring")
+    fit = steptime.fit_step_time([Observation(1, 1, b, (0.001 * b,) * 9, math.nan) for b in (8, 64)], collective="ring")
     with pytest.raises(BadMeasurements, match="only one node was measured"):
         supposed(fit, Change(interconnect=2.0), [], spec())
     assert supposed(fit, Change(compute=2.0), [], spec()).predict(1, 1, 8).seconds == pytest.approx(0.004, rel=0.1)

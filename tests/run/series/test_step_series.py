@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tula_cli.run.series.step_series import StepRow, columns, read, thinned, written
+from tula_cli.run.series.step_series import StepRow, format_rows, join_neighbours, parse_rows, to_columns
 
 
 def steps(count: int, *, batch: int = 8, start: int = 0, scaled: bool = False) -> list[StepRow]:
@@ -24,7 +24,7 @@ def steps(count: int, *, batch: int = 8, start: int = 0, scaled: bool = False) -
 
 
 def back(rows: list[StepRow]) -> list[StepRow]:
-    return read(map(json.loads, written(rows).splitlines()))
+    return parse_rows(map(json.loads, format_rows(rows).splitlines()))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -32,19 +32,19 @@ def test_rows_come_back_as_they_were_written(scaled: bool) -> None:
     rows = [*steps(7, scaled=scaled), *steps(4, batch=16, start=56, scaled=scaled), *steps(2, batch=16, start=1000)]
     rows[2] = StepRow.of_step(samples=24, batch=8, lr=0.1, norm=math.inf, delta=math.nan)
     assert back(rows) == rows
-    assert len(written(rows).splitlines()) == 3
-    wide = thinned(rows, most=4, apart=lambda *_: False)
+    assert len(format_rows(rows).splitlines()) == 3
+    wide = join_neighbours(rows, most=4, must_stay_apart=lambda *_: False)
     assert back(wide) == wide and max(row.steps for row in wide) == 4
 
 
 def test_a_row_of_one_step_takes_some_30_bytes() -> None:
-    assert len(written(steps(1000))) < 30 * 1000
-    assert len(written(steps(1000, scaled=True))) < 36 * 1000
+    assert len(format_rows(steps(1000))) < 30 * 1000
+    assert len(format_rows(steps(1000, scaled=True))) < 36 * 1000
 
 
 def test_a_joined_row_has_mean_least_and_largest_of_its_steps() -> None:
     rows = steps(4, scaled=True)
-    (row,) = thinned(rows, most=4, apart=lambda *_: False)
+    (row,) = join_neighbours(rows, most=4, must_stay_apart=lambda *_: False)
     norms = [part.norm.mean for part in rows if part.norm]
     deltas = [part.delta.mean for part in rows if part.delta]
     assert (row.samples, row.steps, row.batch, row.lr, row.last) == (32, 4, 8, rows[-1].lr, rows[-1].last)
@@ -56,19 +56,19 @@ def test_a_joined_row_has_mean_least_and_largest_of_its_steps() -> None:
 
 def test_rows_of_other_batches_and_on_both_sides_of_a_mark_stay_apart() -> None:
     rows = [*steps(4), *steps(4, batch=16, start=32)]
-    found = thinned(rows, most=8, apart=lambda before, after: before <= 64 < after)
+    found = join_neighbours(rows, most=8, must_stay_apart=lambda before, after: before <= 64 < after)
     assert [(row.samples, row.steps, row.batch) for row in found] == [(32, 4, 8), (64, 2, 16), (96, 2, 16)]
 
 
 def test_damaged_lines_are_left_out() -> None:
-    whole = json.loads(written(steps(3)))
+    whole = json.loads(format_rows(steps(3)))
     damaged = [{}, {**whole, "rows": 4}, {**whole, "norm": ["x"] * 3}, {**whole, "steps": 0}, {**whole, "rows": 10**12}]
-    assert read([*damaged, whole]) == steps(3)
+    assert parse_rows([*damaged, whole]) == steps(3)
 
 
 def test_columns_are_equally_long_and_plain() -> None:
-    found = columns(steps(5, scaled=True))
+    found = to_columns(steps(5, scaled=True))
     assert {len(column) for column in vars(found).values()} == {5}
     assert found.norm == found.norm_low == found.norm_high
     assert found.factor == [1.5, None, 1.5, None, 1.5] and found.scaled == [1, 0, 1, 0, 1]
-    assert columns([]).samples == []
+    assert to_columns([]).samples == []

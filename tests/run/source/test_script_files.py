@@ -62,7 +62,7 @@ def files(spec: JobSpec, workdir: Path, *path: str) -> tuple[list[str], list[str
 
 def take(run: RunDir, spec: JobSpec, workdir: Path) -> Path:
     """Take a snapshot; return its folder."""
-    return run.code_dir(code.snapshot(run, spec, code.choose(None, spec, workdir, keep=True)))
+    return run.code_dir(code.take_snapshot(run, spec, code.choose_code(None, spec, workdir, keep=True)))
 
 
 # --- what is copied
@@ -124,7 +124,7 @@ def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: 
     }
     assert all((home / name).is_symlink() for name in keys), "a script that reads them finds them"
     assert not any((home / name).exists() for name in ("env", "tula-runs", ".env", ".git", "node_modules"))
-    (warning,) = code.choose(None, job(), here, keep=True).warnings
+    (warning,) = code.choose_code(None, job(), here, keep=True).warnings
     assert "aws_credentials.py" in warning and "may hold keys by the name, so it is linked, not copied" in warning
 
 
@@ -143,7 +143,7 @@ def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_firs
     assert not (home / "main" / "near.py").is_symlink()
     assert (home / "main" / "table.csv").is_symlink() and (home / "main" / "table.csv").read_text() == "x" * 1001
     assert (home / "a").is_symlink()
-    (warning,) = code.choose(None, spec, here, keep=True).warnings
+    (warning,) = code.choose_code(None, spec, here, keep=True).warnings
     assert warning.startswith("main/table.csv, a/far.py: too large for the snapshot of the code")
 
 
@@ -164,13 +164,13 @@ def test_a_walk_without_git_ends_and_tells_what_it_left_out(here: Path, monkeypa
     write(here, "train.py", "a/one.py", "b/two.py", *(f"data/{number}.jpg" for number in range(6)))
     assert len(files(job(), here)[0]) == 3
     monkeypatch.setattr(selection, "MAX_ENTRIES", 5)
-    assert code.choose(None, job(), here, keep=True).warnings == (), "a folder of data is none of code"
+    assert code.choose_code(None, job(), here, keep=True).warnings == (), "a folder of data is none of code"
     write(here, "data/net.py")
-    (warning,) = code.choose(None, job(), here, keep=True).warnings
+    (warning,) = code.choose_code(None, job(), here, keep=True).warnings
     assert warning.startswith("data: too large for the snapshot of the code")
     monkeypatch.setattr(script_files, "MAX_LOOKED", 4)
     assert files(job(), here)[0] == ["train.py"]
-    (warning,) = code.choose(None, job(), here, keep=True).warnings
+    (warning,) = code.choose_code(None, job(), here, keep=True).warnings
     assert warning.startswith("a, b, data: too large")
 
 
@@ -229,16 +229,16 @@ def test_an_edit_of_the_code_is_another_run_and_data_is_not(
     if with_git:
         commit(here)
     spec = job("train.py -b {local_batch} --deepspeed=ds.json")
-    before = code.run_of(here / "tula-runs", spec).id
+    before = code.run_of_job(here / "tula-runs", spec).id
     change(here)
-    assert (code.run_of(here / "tula-runs", spec).id != before) == another
+    assert (code.run_of_job(here / "tula-runs", spec).id != before) == another
 
 
 def test_two_scripts_of_one_repository_are_two_runs_wherever_they_are_called(here: Path) -> None:
     write(here, "a/train.py", "b/train.py", "main.py")
     commit(here)
-    assert code.fingerprint(job(), here / "a") != code.fingerprint(job(), here / "b")
-    assert code.fingerprint(job("main.py {batch}"), here) == code.fingerprint(job("../main.py {batch}"), here / "a")
+    assert code.code_digest(job(), here / "a") != code.code_digest(job(), here / "b")
+    assert code.code_digest(job("main.py {batch}"), here) == code.code_digest(job("../main.py {batch}"), here / "a")
 
 
 # --- what runs
@@ -342,7 +342,7 @@ def test_git_that_lists_nothing_in_time_is_told(here: Path, tmp_path: Path, monk
     monkeypatch.setenv("PATH", f"{slow.parent}:/usr/bin:/bin")
     monkeypatch.setattr(git_files, "LISTING_TIMEOUT", 0.1)
     with pytest.raises(TulaError, match="git has not listed the files of"):
-        code.fingerprint(job(), here)
+        code.code_digest(job(), here)
 
 
 # --- what is decided at submission
@@ -359,20 +359,20 @@ def test_git_that_lists_nothing_in_time_is_told(here: Path, tmp_path: Path, monk
 def test_a_job_without_code_of_ones_own_has_no_snapshot_and_says_why(
     here: Path, run: RunDir, spec: JobSpec, told: str | None
 ) -> None:
-    source = code.choose(run, spec, here, keep=False)
+    source = code.choose_code(run, spec, here, keep=False)
     assert [warning.startswith(told or "") for warning in source.warnings] == ([] if told is None else [True])
-    assert (source.digest, code.snapshot(run, spec, source), code.fingerprint(spec, here)) == ("", "", "")
+    assert (source.digest, code.take_snapshot(run, spec, source), code.code_digest(spec, here)) == ("", "", "")
     assert not (run.path / "code").exists()
 
 
 def test_what_a_shell_script_names_is_told_to_be_outside_of_the_snapshot(here: Path) -> None:
     write(here, "train.py", {"run.sh": "python train.py"})
-    (warning,) = code.choose(None, job("bash run.sh {batch}"), here, keep=True).warnings
+    (warning,) = code.choose_code(None, job("bash run.sh {batch}"), here, keep=True).warnings
     assert warning.startswith(f"run.sh itself is copied, but files that it names are looked for in {here}")
 
 
 def test_a_script_that_is_missing_is_told_before_anything_is_submitted(here: Path) -> None:
-    for decide in (lambda: code.choose(None, job(), here, keep=False), lambda: code.run_of(here, job())):
+    for decide in (lambda: code.choose_code(None, job(), here, keep=False), lambda: code.run_of_job(here, job())):
         with pytest.raises(SpecError, match=r"script\.command: train\.py is not in"):
             decide()
 
@@ -389,14 +389,14 @@ def test_a_run_goes_on_with_its_own_code_where_the_script_is_not(here: Path, run
     write(here, {"train.py": "x = 1"})
     name = probe(run, job(), here)
     write(here, {"train.py": "x = 2"})
-    kept = code.choose(run, job(), here, keep=True)
+    kept = code.choose_code(run, job(), here, keep=True)
     assert (kept.kept, kept.workdir) == (name, here)
     assert kept.warnings == (
         f"the code of train.py has changed: {run.id} goes on with the code that it was measured with",
     )
-    now = code.choose(run, job(), here, keep=False)
+    now = code.choose_code(run, job(), here, keep=False)
     assert now.kept == "" and "the code of train.py has changed since" in now.warnings[0]
-    elsewhere = code.choose(run, job(), tmp_path, keep=False)
+    elsewhere = code.choose_code(run, job(), tmp_path, keep=False)
     assert (elsewhere.kept, elsewhere.workdir) == (name, here)
     assert f"the code of train.py is not in {tmp_path}" in elsewhere.warnings[0]
 
@@ -404,16 +404,16 @@ def test_a_run_goes_on_with_its_own_code_where_the_script_is_not(here: Path, run
 def test_runs_of_the_same_script_with_other_code_are_found(here: Path, tmp_path: Path) -> None:
     root = tmp_path / "others"
     old, new = (RunDir.create(root, job(), code=digest) for digest in ("1" * 8, "2" * 8))
-    assert [other.id for other in code.others(new, job())] == [old.id]
-    assert code.others(new, job(code="none")) == []
+    assert [other.id for other in code.runs_with_other_code(new, job())] == [old.id]
+    assert code.runs_with_other_code(new, job(code="none")) == []
 
 
 def test_a_script_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:
     write(here, "helper.py", {"train.py": "x = 1"})
-    planned = code.choose(None, job(), here, keep=True)
+    planned = code.choose_code(None, job(), here, keep=True)
     write(here, {"helper.py": "x = 2"})
     with pytest.raises(TulaError, match=r"the code of train\.py has just been changed"):
-        code.snapshot(run, job(), planned)
+        code.take_snapshot(run, job(), planned)
     assert list((run.path / "code").iterdir()) == []
 
 

@@ -201,7 +201,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
 
     monkeypatch.setattr(AtOnce, "submit", pressed)
     run = RunDir.of(Path("tula-runs").absolute(), make.spec())
-    work = rounds.work(
+    work = rounds.run_profile(
         run,
         make.spec(),
         Dependencies(launcher.launcher_for, inspection.inspect, lambda _: True),
@@ -271,7 +271,7 @@ def test_a_node_check_that_is_refused_makes_no_run(cluster: AtOnce, monkeypatch:
 
 
 def test_a_second_ctrl_c_is_not_held_back() -> None:
-    with pytest.raises(KeyboardInterrupt), interrupts.held():
+    with pytest.raises(KeyboardInterrupt), interrupts.hold_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("it was")
@@ -461,7 +461,7 @@ def test_an_answer_that_cannot_be_kept_is_a_warning_unless_that_was_asked(
     def refused(*_: object, **__: object) -> None:
         raise CannotWrite("cannot write there: no permission")
 
-    monkeypatch.setattr("tula_cli.services.recommend.save", refused)
+    monkeypatch.setattr("tula_cli.services.recommend.save_answer", refused)
     with pytest.warns(UserWarning, match="not saved: cannot write there"):
         assert tula.recommend(run.path, objective="time").choice.nodes in (1, 2)
     with pytest.raises(CannotWrite):

@@ -127,7 +127,7 @@ def grid(
 
 
 def plan(run: RunDir, asked: Grid | None = None, spec: JobSpec | None = None) -> ComparePlan:
-    return services_compare.plan(run, spec or run.spec(), asked or grid(), inspect=inspect, now=1.0)
+    return services_compare.plan_comparison(run, spec or run.spec(), asked or grid(), inspect=inspect, now=1.0)
 
 
 def trained(
@@ -135,15 +135,15 @@ def trained(
 ) -> accuracy.CompareReport:
     """Train a comparison, or its first `most` trainings, and return the table."""
     planned = plan(run, asked)
-    steps = trainings.one_by_one(run, planned, launcher, inspect=inspect)
+    steps = trainings.train_one_by_one(run, planned, launcher, inspect=inspect)
     ended = (step for step in steps if step.ended is not None)
     list(itertools.islice(ended, most))
     return table(run, planned.comparison)
 
 
 def table(run: RunDir, comparison: Comparison) -> accuracy.CompareReport:
-    now = services_status.snapshot(run, make.FakeLauncher(), now=time.time())
-    return accuracy.report(run, comparison, run.spec(), jobs=now.jobs)
+    now = services_status.run_status(run, make.FakeLauncher(), now=time.time())
+    return accuracy.build_compare_report(run, comparison, run.spec(), jobs=now.jobs)
 
 
 FULL = ["5", "6", "7"]
@@ -305,7 +305,7 @@ def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) 
 
 
 def test_progress_says_which_row_and_which_round(run: RunDir) -> None:
-    steps = list(trainings.one_by_one(run, plan(run), Trains(), inspect=inspect))
+    steps = list(trainings.train_one_by_one(run, plan(run), Trains(), inspect=inspect))
     told = [live.comparison(step) for step in steps if step.cell is not None or step.ended is not None]
     assert told[0].startswith("round 1 of 2: 0 of at most 19 trainings done")
     assert any("now: ramp, batch 512, seed 5, 4 of 16 epochs" in text for text in told)
@@ -390,13 +390,13 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
         "ramp": "", "lrs": "",
         "ags": "dropped in round 1: number 3 of 4, 10.0 behind ramp in top1", "ortho": "dropped in round 1: number 4 of 4, 20.0 behind ramp in top1",
     }  # fmt: skip
-    assert next(row for row in report.first_round if row.method == "ags").top1 == accuracy.Stat(60.0, None, 1)
+    assert next(row for row in report.first_round if row.method == "ags").top1 == accuracy.SeedStatistics(60.0, None, 1)
     assert (report.finished, report.total, report.undecided) == (16, 16, 0)
     shown = [str(line) for line in show_compare.compared(report, width=100, color=False)]
     assert "round 1: 4 of 16 epochs, one seed; not to be compared with full trainings" in shown
     assert report.answer in shown and "not distinguishable: ramp has top1 90.00 ± 1.0" in report.answer
     part = Part(None, run, run.spec())
-    content = page(comparison_document.of_comparison(part, plan(run).comparison, report, at=0.0))
+    content = page(comparison_document.document_of_comparison(part, plan(run).comparison, report, at=0.0))
     assert "First round: 4 of 16 epochs" in content and "dropped in round 1: number 3 of 4" in content
 
 
@@ -440,10 +440,16 @@ def test_rows_of_one_accuracy_are_ranked_by_their_loss(run: RunDir) -> None:
 )
 def test_rows_differ_beyond_the_noise_of_two_seeds(values: Any, differs: bool) -> None:
     rows = [
-        accuracy.Row("m", 512, False, (), accuracy.Stat(mean, sd, 1 if sd is None else 2), None, None)
+        accuracy.ComparisonRow(
+            "m", 512, False, (), accuracy.SeedStatistics(mean, sd, 1 if sd is None else 2), None, None
+        )
         for mean, sd in values
     ]
-    assert accuracy.differs(*rows, "top1") is accuracy.differs(*reversed(rows), "top1") is differs
+    assert (
+        accuracy.differs_beyond_noise(*rows, "top1")
+        is accuracy.differs_beyond_noise(*reversed(rows), "top1")
+        is differs
+    )
 
 
 def test_differences_within_noise_are_said_not_to_be_distinguishable(run: RunDir) -> None:
@@ -556,8 +562,8 @@ def test_a_script_is_compared_in_rounds_by_its_own_metric(tmp_path: Path) -> Non
     run, launcher = RunDir.create(tmp_path / "tula-runs", spec), TrainsScripts()
     asked = session.GridRequest(methods=("lbt", "lrs", "sqrt"), batches=(512,), seeds=2).grid(run, spec, None)
     planned = plan(run, asked, spec)
-    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
-    report = accuracy.report(run, planned.comparison, spec)
+    list(trainings.train_one_by_one(run, planned, launcher, inspect=inspect))
+    report = accuracy.build_compare_report(run, planned.comparison, spec)
     assert {row.method: row.dropped for row in report.first_round} == {
         "lrs": "", "sqrt": "", "lbt-x2": "dropped in round 1: number 3 of 3, 0.400 behind lrs in err",
     }, "lbt-x4 is sqrt once more"  # fmt: skip
@@ -584,7 +590,7 @@ def test_a_scheduler_gets_a_round_at_a_time(tmp_path: Path, wait: bool) -> None:
         prepared = session.PreparedComparison(run, spec, part, plan(run, grid(), spec))
         before = len(launcher.tasks)
         result = follow(
-            session.work(prepared, dependencies(launcher), WaitPolicy(wait)),
+            session.run_comparison(prepared, dependencies(launcher), WaitPolicy(wait)),
             lambda event: notes.append(event.text) if isinstance(event, Note) else None,
         )
         if call == 0 and not wait:

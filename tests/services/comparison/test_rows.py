@@ -10,8 +10,8 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import compare
-from tula_cli.services.compare import Grid, cell_spec
-from tula_cli.services.comparison.rows import split, variant_of
+from tula_cli.services.compare import Grid, job_of_cell
+from tula_cli.services.comparison.rows import parse_row, split_rows
 from tula_cli.spec.job import JobSpec
 
 JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"s_min": 0.1})
@@ -19,10 +19,10 @@ JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"s_m
 
 def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None:
     text = "lbt, ags:refresh={every: 5, }:delta=0.1,lbt:optimizer.betas=[0.9,0.99],a.b:C:train.best={metric: 'x,y'},"
-    assert split(text) == (
+    assert split_rows(text) == (
         "lbt", "ags:refresh={every: 5, }:delta=0.1", "lbt:optimizer.betas=[0.9,0.99]", "a.b:C:train.best={metric: 'x,y'}",
     )  # fmt: skip
-    assert split("") == ()
+    assert split_rows("") == ()
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None
     ],
 )
 def test_a_row_is_a_method_and_settings(row: str, method: str, settings: tuple[str, ...]) -> None:
-    found = variant_of(row)
+    found = parse_row(row)
     assert (found.method, found.settings) == (method, settings)
 
 
 def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
-    found = cell_spec(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
+    found = job_of_cell(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
     assert (found.train.method, found.ags.factor, found.ags.s_min) == ("static", 4, 0.1)
     assert (found.optimizer.lr, found.train.max_grad_norm, found.train.seed) == (0.5, 1, 7)
-    assert cell_spec(JOB, "robust:delta=0.3", 7).ags.preset == "robust"
-    assert cell_spec(JOB, "lbt-x2:optimizer.lr=0.3", 7).optimizer.lr == 0.3  # the row's own words are the last
+    assert job_of_cell(JOB, "robust:delta=0.3", 7).ags.preset == "robust"
+    assert job_of_cell(JOB, "lbt-x2:optimizer.lr=0.3", 7).optimizer.lr == 0.3  # the row's own words are the last
     assert JOB.ags.factor == "auto"
 
 
@@ -91,7 +91,7 @@ def test_what_is_no_row_is_refused(row: str, words: str) -> None:
 )
 def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, path: str, words: str) -> None:
     with pytest.raises(SpecError) as error:
-        cell_spec(JOB, row, 5)
+        job_of_cell(JOB, row, 5)
     (problem,) = error.value.problems
     assert problem.path == path and words in f"{problem.message} {problem.hint}"
     assert row in error.value.message
@@ -102,7 +102,7 @@ def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, 
 
 def plan(run: RunDir, *rows: str, inspect=lambda spec: inspected()) -> compare.ComparePlan:
     grid = Grid(methods=rows, batches=(128,), seeds=1, nodes=1, controls=False)
-    return compare.plan(run, run.spec(), grid, inspect=inspect, now=1.0)
+    return compare.plan_comparison(run, run.spec(), grid, inspect=inspect, now=1.0)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: 
 
 def test_a_control_that_a_row_with_settings_is_already_is_said_too(run: RunDir) -> None:
     grid = Grid(methods=("lbt", "lbt:optimizer.lr=0.2"), batches=(128,), seeds=1, nodes=1)
-    found = compare.plan(run, run.spec(), grid, inspect=lambda spec: inspected(), now=1.0)
+    found = compare.plan_comparison(run, run.spec(), grid, inspect=lambda spec: inspected(), now=1.0)
     assert "lbt-x2 is the same training as lbt:optimizer.lr=0.2: it is trained once, as that row" in found.warnings
 
 

@@ -16,9 +16,14 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Evaluated
 from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.services.evaluation.evaluate import EvaluationRequest, PreparedEvaluation, prepare, work
+from tula_cli.services.evaluation.evaluate import (
+    EvaluationRequest,
+    PreparedEvaluation,
+    prepare_evaluation,
+    run_evaluation,
+)
 from tula_cli.services.events import EvaluationPlanned, Note, follow
-from tula_cli.services.progress.job_status import progress_of
+from tula_cli.services.progress.job_status import job_progress
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature, train_signature
@@ -50,12 +55,12 @@ def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = N
 
 
 def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedEvaluation:
-    return prepare(run, spec or run.spec(), EvaluationRequest(**request))
+    return prepare_evaluation(run, spec or run.spec(), EvaluationRequest(**request))
 
 
 def start(prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True) -> Evaluated | DetachedJobs:
     own = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
-    return follow(work(prepared, own, DETACHED), lambda _: None)
+    return follow(run_evaluation(prepared, own, DETACHED), lambda _: None)
 
 
 # --- which
@@ -200,7 +205,7 @@ class Ends(FakeLauncher):
 def waited(run: RunDir, launcher: FakeLauncher) -> tuple[Any, list[Any]]:
     told: list[Any] = []
     own = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: True)
-    return follow(work(ready(run), own, WaitPolicy(wait=True)), told.append), told
+    return follow(run_evaluation(ready(run), own, WaitPolicy(wait=True)), told.append), told
 
 
 def test_one_waits_for_the_result(run: RunDir) -> None:
@@ -221,18 +226,18 @@ def test_a_failure_is_told_with_its_words(outcome: str, kind: type[Exception], r
 def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_users_error(run: RunDir) -> None:
     add_training(run, "aaaa", 100)
     task = ready(run).task
-    assert not relaunch.finished(run, task)
+    assert not relaunch.is_finished(run, task)
     assert relaunch.next_task(run, task, ExitReason("signal"), 1) == task
-    assert relaunch.next_task(run, task, ExitReason("signal"), relaunch.RESTARTS + 1) is None
+    assert relaunch.next_task(run, task, ExitReason("signal"), relaunch.MAX_RESTARTS + 1) is None
     assert relaunch.next_task(run, task, ExitReason("user"), 0) is None
     run.write_task(task)
-    assert progress_of(Snapshot(run.path), [task], {}).done == 0
+    assert job_progress(Snapshot(run.path), [task], {}).done == 0
     run.training("aaaa").write_evaluation(make.evaluated(task))
-    assert relaunch.finished(run, task)
-    assert progress_of(Snapshot(run.path), [task], {}).complete
+    assert relaunch.is_finished(run, task)
+    assert job_progress(Snapshot(run.path), [task], {}).complete
 
 
 def test_on_slurm_it_has_the_time_of_a_training(run: RunDir) -> None:
     add_training(run, "aaaa", 100)
     task = ready(run, make.spec(cluster={"kind": "slurm", "slurm": {"minutes": 77}})).task
-    assert sbatch.parameters(run, task)["time"] == 77
+    assert sbatch.submitit_parameters(run, task)["time"] == 77

@@ -20,11 +20,11 @@ from make_runs import (
 )
 from make_runs import spec as toy_spec
 
-from tula_cli.cluster.watching.job_exports import exporting
-from tula_cli.host.leftovers import MARK
+from tula_cli.cluster.watching.job_exports import export_meanwhile
+from tula_cli.host.leftovers import MARK_VARIABLE
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import WarningEvent, follow
-from tula_cli.services.waiting import WaitPolicy, wait_for
+from tula_cli.services.waiting import WaitPolicy, wait_for_jobs
 
 JOB = "train-ab12cd34"
 
@@ -49,7 +49,7 @@ def events(run: RunDir) -> list[str]:
 def waited(run: RunDir, *jobs: str) -> list[str]:
     """Wait for jobs as a command does; return its warnings."""
     told: list[Any] = []
-    follow(wait_for(run, FakeLauncher(says=dict.fromkeys(jobs, "ended")), jobs, WaitPolicy()), told.append)
+    follow(wait_for_jobs(run, FakeLauncher(says=dict.fromkeys(jobs, "ended")), jobs, WaitPolicy()), told.append)
     return [event.text for event in told if isinstance(event, WarningEvent)]
 
 
@@ -106,7 +106,7 @@ def test_a_training_sends_by_itself_where_that_is_asked_for(tmp_path: Path) -> N
     add_training(run, rows=metrics()[:2])
     run.write_attempt(attempt(f"{JOB}-1"))
     path = run.training("ab12cd34").metrics_path
-    with exporting(run, f"{JOB}-1", {**os.environ, MARK: "x"}, leader=True):
+    with export_meanwhile(run, f"{JOB}-1", {**os.environ, MARK_VARIABLE: "x"}, leader=True):
         deadline = time.monotonic() + 60
         while JOB not in events(run) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -124,6 +124,6 @@ def test_followers_and_probes_send_nothing(tmp_path: Path, leader: bool, job: st
     run = run_with(tmp_path, train={"epochs": 4, "tensorboard": True})
     training(run)
     add_probes(run, 1, (32,))
-    with exporting(run, job, os.environ, leader=leader):
+    with export_meanwhile(run, job, os.environ, leader=leader):
         pass
     assert not (run.path / "exports").exists()

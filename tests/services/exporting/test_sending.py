@@ -33,7 +33,7 @@ from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting import export as service
 from tula_cli.services.exporting.export import Exported, asked, export
-from tula_cli.services.status import snapshot
+from tula_cli.services.status import run_status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.parts.of_export import Export
 
@@ -295,11 +295,11 @@ def test_a_tracker_that_is_down_is_told_once_and_caught_up_with(run: RunDir, pla
     assert [event.text for event in told if isinstance(event, WarningEvent)] == ["the tracker is down; wait"]
     assert (
         "export to fake_tracker:FakeTracker: the tracker is down"
-        in snapshot(run, FakeLauncher(), now=START).warnings[0]
+        in run_status(run, FakeLauncher(), now=START).warnings[0]
     )
     DOWN.discard(place)
     (found,), told = send(run, place)
-    assert not snapshot(run, FakeLauncher(), now=START).warnings
+    assert not run_status(run, FakeLauncher(), now=START).warnings
     assert found.new_points == 4 and not found.problem and not any(isinstance(one, WarningEvent) for one in told)
 
 

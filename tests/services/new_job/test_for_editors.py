@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import CannotWrite, SpecError
-from tula_cli.services.new_job.for_editors import line_for_editors, schema_text, with_schema, write_schema
+from tula_cli.services.new_job.for_editors import schema_comment, schema_text, with_schema, write_schema
 from tula_cli.spec.schema.json_schema import json_schema
 
 
@@ -37,4 +37,4 @@ def test_what_cannot_be_written_is_told(tmp_path):
 
 
 def test_an_absolute_path_stays_one():
-    assert line_for_editors(Path("/etc/tula/s.json")) == "# yaml-language-server: $schema=/etc/tula/s.json"
+    assert schema_comment(Path("/etc/tula/s.json")) == "# yaml-language-server: $schema=/etc/tula/s.json"

@@ -8,7 +8,7 @@ import yaml
 
 from tula_cli.errors import SpecError
 from tula_cli.services.new_job.from_command import FromCommand
-from tula_cli.services.new_job.from_sbatch import from_sbatch
+from tula_cli.services.new_job.from_sbatch import job_from_sbatch
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.yaml_text import parse_yaml
@@ -18,7 +18,7 @@ EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((SCRIPTS / "expected.yaml")
 
 
 def made(name: str) -> FromCommand:
-    return from_sbatch((SCRIPTS / f"{name}.sbatch").read_text(), f"{name}.sbatch")
+    return job_from_sbatch((SCRIPTS / f"{name}.sbatch").read_text(), f"{name}.sbatch")
 
 
 def loaded(job: FromCommand) -> JobSpec:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.slurm.command import Answer
-from tula_cli.cluster.slurm.site_facts import SiteFacts, ask_all
+from tula_cli.cluster.slurm.command import CommandResult
+from tula_cli.cluster.slurm.site_facts import SiteFacts, ask_site_facts
 from tula_cli.errors import JobFailed, SchedulerError, SpecError
 from tula_cli.services.node_check.site_check import SiteCheck, check_site
 from tula_cli.services.node_check.site_file import file_findings, read_site
@@ -44,15 +44,17 @@ def facts(**other: str | None) -> SiteFacts:
     """Return what a scheduler of these words tells; None: the command is not there."""
     words: dict[str, str | None] = {**TOLD, **other}
 
-    def call(*command: str, patience: float | None = None) -> Answer:
+    def call(*command: str, patience: float | None = None) -> CommandResult:
         kind = {"show qos": "sacctmgr qos", "show account": "sacctmgr account"}.get(" ".join(command[3:5]), command[0])
         kinds = {"--format=%P|%f": "sinfo features", "--format=%R": "sinfo names"}
         text = words[kinds.get(command[-1], kind)]
         return (
-            Answer("missing", complaint=f"{kind}: No such file or directory") if text is None else Answer("done", text)
+            CommandResult("missing", complaint=f"{kind}: No such file or directory")
+            if text is None
+            else CommandResult("done", text)
         )
 
-    return ask_all(call)
+    return ask_site_facts(call)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.recommend import recommend
-from tula_cli.services.recommendation.by_trainings import NEWEST
-from tula_cli.services.recommendation.measured import as_recommended
+from tula_cli.services.recommendation.by_trainings import MAX_TRAININGS
+from tula_cli.services.recommendation.measured import forecast_of_recommendation
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show import tables
 from tula_cli.spec.job import JobSpec
@@ -84,7 +84,7 @@ def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
 
 def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None:
     train(run, 1.15 * TRUTH.step_time(2, 64))
-    forecast = as_recommended(run, run.spec())
+    forecast = forecast_of_recommendation(run, run.spec())
     assert forecast.predictions()[0] == ask(run).rows[0].model_copy(update={"pareto": False, "same_progress": None})
 
 
@@ -99,12 +99,12 @@ def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> 
 
 
 def test_the_newest_trainings_of_a_configuration_count(run: RunDir) -> None:
-    for number in range(NEWEST + 2):
+    for number in range(MAX_TRAININGS + 2):
         train(run, 0.08, name=f"ab12cd3{number}")
         for path in run.path.glob(f"train/ab12cd3{number}/metrics.jsonl"):
             path.write_text(path.read_text().replace('"time": ', f'"time": {number}'))
     after = ask(run)
-    assert [one.signature for one in after.trainings] == [f"ab12cd3{number}" for number in range(2, NEWEST + 2)]
+    assert [one.signature for one in after.trainings] == [f"ab12cd3{number}" for number in range(2, MAX_TRAININGS + 2)]
     (line,) = tables.learnt(after)
     assert line.startswith(
         "measured by trainings ab12cd32, ab12cd33, ab12cd34, ab12cd35, ab12cd36: 2 nodes, batch 128, "

@@ -63,7 +63,7 @@ def progress(low: float, high: float) -> SameProgress:
 )  # fmt: skip
 def test_caveats_of_a_configuration(other: Prediction, names: list[str]) -> None:
     one_node = row(nodes=1, batch=256, step_time=0.4)
-    assert list(Caveats.among([CHOICE, one_node, other], CHOICE).of(other)) == names
+    assert list(Caveats.among_rows([CHOICE, one_node, other], CHOICE).caveats_of(other)) == names
 
 
 def test_differences_of_energy_and_progress_are_compared_where_both_are_known() -> None:
@@ -72,8 +72,8 @@ def test_differences_of_energy_and_progress_are_compared_where_both_are_known() 
     )
     other = row(kwh=1.15, kwh_low=1.05, kwh_high=1.3, same_progress=progress(1.5, 3.0))
     apart = row(kwh=1.5, kwh_low=1.4, kwh_high=1.6, same_progress=progress(2.5, 3.0))
-    assert Caveats.among([], choice).of(other) == ("energy_within_noise", "progress_within_noise")
-    assert Caveats.among([], choice).of(apart) == ()
+    assert Caveats.among_rows([], choice).caveats_of(other) == ("energy_within_noise", "progress_within_noise")
+    assert Caveats.among_rows([], choice).caveats_of(apart) == ()
 
 
 def cells(made: Any) -> list[list[str]]:

@@ -14,14 +14,14 @@ from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import Continuation, Recommendation
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import train
-from tula_cli.services.recommendation.continuing import left_behind
+from tula_cli.services.recommendation.continuing import describe_interrupted_training
 from tula_cli.spec.job import JobSpec
 
 
 def plan(
     run: RunDir, spec: JobSpec | None = None, *, nodes: int | None = None, batch: int | None = None
 ) -> train.TrainPlan:
-    return train.plan(run, spec or run.spec(), nodes=nodes, batch=batch, inspect=lambda _: inspected())
+    return train.plan_training(run, spec or run.spec(), nodes=nodes, batch=batch, inspect=lambda _: inspected())
 
 
 @pytest.fixture
@@ -62,11 +62,11 @@ def test_it_is_the_next_attempt_of_the_same_training(run: RunDir) -> None:
 
 def test_the_same_command_again_attaches_to_it(run: RunDir) -> None:
     launcher = FakeLauncher()
-    job = train.start(run, plan(run), launcher)
+    job = train.submit_training(run, plan(run), launcher)
     again = plan(run)
-    assert again.task.attempt == 2 and train.start(run, again, launcher) == job
+    assert again.task.attempt == 2 and train.submit_training(run, again, launcher) == job
     assert launcher.submitted == [job]
-    assert relaunch.newest(run, f"{job}-1").nodes == 1, "what a supervisor starts next"
+    assert relaunch.newest_task(run, f"{job}-1").nodes == 1, "what a supervisor starts next"
 
 
 def test_an_out_of_memory_there_goes_down_from_there(run: RunDir) -> None:
@@ -81,13 +81,13 @@ def test_one_under_way_has_to_end_first(run: RunDir) -> None:
     begun, launcher = first(run), FakeLauncher()
     run.write_job(launcher.submit(run, begun))
     with pytest.raises(SchedulerError, match="under way on 2 nodes at batch 128") as caught:
-        train.start(run, plan(run), launcher)
+        train.submit_training(run, plan(run), launcher)
     assert "tula cancel" in caught.value.hint
     assert run.training(begun.signature).newest_task() == begun
     run.cancel(begun.job)
     launcher.says[begun.job] = "ended"
-    train.start(run, plan(run), launcher)
-    assert not run.cancelled(begun.job) and launcher.submitted == [begun.job] * 2
+    train.submit_training(run, plan(run), launcher)
+    assert not run.is_cancelled(begun.job) and launcher.submitted == [begun.job] * 2
 
 
 def test_other_settings_do_not_go_on_in_it(run: RunDir) -> None:
@@ -119,12 +119,12 @@ def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
 def test_a_training_that_other_settings_make_one_of_its_own_says_what_it_leaves_behind(run: RunDir) -> None:
     begun = first(run)
     ended = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"epochs": 11})})
-    told = left_behind(run, plan(run, ended, nodes=2, batch=128).task)
+    told = describe_interrupted_training(run, plan(run, ended, nodes=2, batch=128).task)
     assert (
         f"training {begun.signature} stands at 640 samples, with another train.epochs: this is a training of its own"
         in told
     )
-    assert not left_behind(run, begun), "it is begun"
-    assert not left_behind(run, plan(run, ended, nodes=1, batch=128).task), (
+    assert not describe_interrupted_training(run, begun), "it is begun"
+    assert not describe_interrupted_training(run, plan(run, ended, nodes=1, batch=128).task), (
         "another configuration is meant to be another"
     )

@@ -10,7 +10,7 @@ from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.run.directory import RunDir
-from tula_cli.services.recommend import Answer, recommend, renews, save
+from tula_cli.services.recommend import Answer, recommend, save_answer, should_replace
 from tula_cli.show import recommend as show_recommend
 
 BEFORE = Truth(fixed=0.02, slope=0.0005, sync=0.01)
@@ -102,9 +102,9 @@ def test_steps_of_a_smaller_batch_say_nothing_of_the_one_in_use(run: RunDir) -> 
 def test_it_is_kept_only_where_that_is_asked(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
     answer = ask(run)
-    assert not renews(answer.recommendation, None)
+    assert not should_replace(answer.recommendation, None)
     assert run.recommendation() is None
-    save(run, run.spec(), answer)
+    save_answer(run, run.spec(), answer)
     assert run.recommendation() == answer.recommendation
 
 

@@ -11,11 +11,11 @@ from make_results import Truth, inspected, probe_all, with_noise
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import training_run
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import json_lines
+from tula_cli.run.files import read_json_lines
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.results import StageDecision
 from tula_cli.services import recommend, train
-from tula_cli.services.recommendation.gradient_noise_of import after_training, noise_path, noisy_trainings
+from tula_cli.services.recommendation.gradient_noise_of import noise_near_tenth, noise_path, noisy_trainings
 from tula_cli.show.recommend import _rests_on
 
 NOISES = {1: 100.0, 2: 300.0, 10: 900.0}
@@ -49,21 +49,21 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(("epochs", "at"), [(20, 2), (10, 1), (200, 10), (16, 2)])
 def test_the_noise_after_a_tenth_of_the_epochs_counts(run: RunDir, epochs: int, at: int) -> None:
     trained(run, "a" * 8, batch=64)
-    found = after_training(noisy_trainings(run), reference=64, epochs=epochs)
+    found = noise_near_tenth(noisy_trainings(run), reference=64, epochs=epochs)
     assert found is not None and (found.epoch, found.scale) == (at, pytest.approx(NOISES[at]))
 
 
 def test_a_training_at_the_reference_batch_goes_before_others(run: RunDir) -> None:
     trained(run, "a" * 8, batch=512, factor=5.0)
-    assert after_training(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(1500)
+    assert noise_near_tenth(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(1500)
     trained(run, "b" * 8, batch=64)
-    assert after_training(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(300)
+    assert noise_near_tenth(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(300)
 
 
 def test_trainings_that_measure_none_tell_none(run: RunDir) -> None:
     trained(run, "a" * 8, batch=64, noise=False)
     assert noisy_trainings(run) == []
-    assert after_training([], reference=64, epochs=20) is None
+    assert noise_near_tenth([], reference=64, epochs=20) is None
 
 
 def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +75,14 @@ def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytes
 
     def counted(path: Path, **named: Any) -> Iterator[dict[str, Any]]:
         read.append(path)
-        return json_lines(path, **named)
+        return read_json_lines(path, **named)
 
-    monkeypatch.setattr(training_run, "json_lines", counted)
+    monkeypatch.setattr(training_run, "read_json_lines", counted)
     for objective in ("accuracy-time", "time"):
         recommend.recommend(run, run.spec(), objective=objective, now=1.0)  # type: ignore[arg-type]
     assert sorted(read) == [run.training(name * 8).metrics_path for name in "ab"]
     trained(run, "a" * 8, batch=64, factor=2.0)
-    assert after_training(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(600)
+    assert noise_near_tenth(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(600)
 
 
 # --- stages from it
@@ -94,7 +94,7 @@ def noisy_run(tmp_path: Path, **train: object) -> RunDir:
 
 
 def plan(run: RunDir, **named: object) -> train.TrainPlan:
-    return train.plan(run, run.spec(), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+    return train.plan_training(run, run.spec(), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
 
 
 def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(tmp_path: Path) -> None:
@@ -152,5 +152,5 @@ def test_a_training_that_goes_on_elsewhere_keeps_what_was_put_off(tmp_path: Path
     later = task.stages[1].begin + 1000
     decision = StageDecision(passed=0, batch=128, begin=later, measured_at=0, epoch=0, verdict="put off")
     run.training(task.signature).write_stage_decisions([decision])
-    moved = train._staged(run, task.model_copy(update={"attempt": 2}), task, None, inspected().dataset_size)
+    moved = train._with_stages(run, task.model_copy(update={"attempt": 2}), task, None, inspected().dataset_size)
     assert moved.stages[1].begin == later and moved.stages[2].begin >= task.stages[2].begin + 1000

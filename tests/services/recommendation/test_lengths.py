@@ -8,7 +8,7 @@ from make_results import MIB, Truth, inspected, measured, out_of_memory
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import all_parts, begun
+from tula_cli.run.jobfile import all_parts, parts_with_data
 from tula_cli.run.records.components import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Tokens
@@ -115,13 +115,13 @@ def test_lengths_are_parts_inside_the_run_that_are_told_apart(run: RunDir) -> No
         ("length-64", 64),
         ("length-256", 256),
     ]
-    assert all_parts(run, spec)[2].named(["probe-n001"]) == ["length-256/probe-n001"]
+    assert all_parts(run, spec)[2].name_jobs(["probe-n001"]) == ["length-256/probe-n001"]
     assert len(run.parts(spec)) == 1, "what may be trained"
     typed = validate(TEXT | {"node_types": {"a": {}, "b": {}}}, source="test")
     names = [part.name for part in all_parts(RunDir.of(run.path.parent, typed), typed)]
     assert names == ["a", "a-length-64", "a-length-256", "b", "b-length-64", "b-length-256"]
     longer = text({"lengths": [64, 512]}, model={"name": "mine:net"})
-    assert [part.name for part in begun(run, longer)] == [None], "what was never begun"
+    assert [part.name for part in parts_with_data(run, longer)] == [None], "what was never begun"
 
 
 # --- what would be measured
@@ -164,7 +164,7 @@ def test_check_leaves_a_length_out_that_does_not_fit_and_says_so() -> None:
 
 
 def planned(job: JobSpec, run: RunDir, most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
-    told, work = [], rounds.plans(all_parts(run, job), {
+    told, work = [], rounds.plan_parts(all_parts(run, job), {
         part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in all_parts(run, job)
     })  # fmt: skip
     while True:

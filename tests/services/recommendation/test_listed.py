@@ -16,9 +16,9 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
-from tula_cli.services.recommend import keep, recommend
+from tula_cli.services.recommend import recommend, store_answer
 from tula_cli.services.recommendation.answer import Answer
-from tula_cli.services.recommendation.listed import FEW
+from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
 
@@ -50,8 +50,8 @@ def places(rows: Any) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("objective", ["knee", "time", "accuracy-time"])
 def test_of_many_configurations_those_are_listed_that_are_worth_a_look(run: RunDir, objective: str) -> None:
     answer = ask(run, objective)
-    found, every = answer.recommendation, answer.every()
-    assert FEW < len(places(every.rows)) == found.candidates and len(places(found.rows)) < found.candidates
+    found, every = answer.recommendation, answer.with_all_rows()
+    assert MAX_ROWS_LISTED < len(places(every.rows)) == found.candidates and len(places(found.rows)) < found.candidates
     assert [Prediction.model_validate_json(text) for text in answer.rows_as_json()] == list(every.rows)
     worth = [row for row in every.rows if row.pareto or row.measured]
     assert places([*worth, found.choice, *found.runners_up]) <= places(found.rows)
@@ -63,8 +63,8 @@ def test_of_many_configurations_those_are_listed_that_are_worth_a_look(run: RunD
 
 def test_of_few_all_are_listed(run: RunDir) -> None:
     answer = ask(run, max_batch=2 * SMALLEST, max_nodes=20)
-    assert answer.recommendation == answer.every() and answer.recommendation.candidates == len(
-        places(answer.every().rows)
+    assert answer.recommendation == answer.with_all_rows() and answer.recommendation.candidates == len(
+        places(answer.with_all_rows().rows)
     )
 
 
@@ -72,15 +72,15 @@ def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytes
     made = []
     monkeypatch.setattr(offers, "Prediction", lambda **fields: made.append(fields) or Prediction(**fields))
     answer = ask(run)
-    keep(run, run.spec(), answer)
+    store_answer(run, run.spec(), answer)
     assert len(made) < len(answer.offers) / 2
 
 
 def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_asked(run: RunDir) -> None:
     answer = ask(run)
-    keep(run, run.spec(), answer)
+    store_answer(run, run.spec(), answer)
     listed = table(run)
-    keep(run, run.spec(), answer, every=True)
+    store_answer(run, run.spec(), answer, every=True)
     every = table(run)
     assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
     assert set(every) == {
@@ -116,10 +116,10 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
 ) -> None:
     forecast = Forecast.from_results(MANY, run.results())
     fitting = set(forecast.candidates())
-    monkeypatch.setattr(search, "_WEIGHED", 10**6)
-    whole = search._weighed(forecast, fitting)
-    monkeypatch.setattr(search, "_WEIGHED", 9)
-    few = search._weighed(forecast, fitting)
+    monkeypatch.setattr(search, "_MAX_WEIGHED", 10**6)
+    whole = search._select_weighed(forecast, fitting)
+    monkeypatch.setattr(search, "_MAX_WEIGHED", 9)
+    few = search._select_weighed(forecast, fitting)
     assert len(few) < len(whole) == len(forecast.predictions())
     assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
     assert {row for row in whole if row.measured} <= set(few) == {row for row in whole if row in few}
@@ -135,13 +135,13 @@ def said(*arguments: str) -> str:
 
 
 def test_all_that_no_table_shows_are_told_as_json_and_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = len(ask(run).every().rows)
+    count = len(ask(run).with_all_rows().rows)
     asked = ("--run", str(run.path), "--all")
     assert "configurations;" not in said(*asked), "a table of them all"
     monkeypatch.setattr(show_recommend, "MOST", count - 1)
     text = said(*asked)
     assert len(text.splitlines()) < 100 and "configurations; results.csv holds them all, and --json tells them" in text
     assert "results.csv holds them all with --save" in said(*asked, "--objective", "time")
-    monkeypatch.setattr(Answer, "every", None)  # nor are all made into records at once
+    monkeypatch.setattr(Answer, "with_all_rows", None)  # nor are all made into records at once
     rows = json.loads(said(*asked, "--json"))["data"]["rows"]
     assert len(rows) == count and [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)

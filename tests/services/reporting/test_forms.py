@@ -29,7 +29,7 @@ from tula_cli.services.reporting.document import (
 from tula_cli.services.reporting.forms import csv_files, latex, markdown, sites
 from tula_cli.services.reporting.forms.site_values import SiteValues, site_values
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.run_report import document_of, for_site
+from tula_cli.services.reporting.run_report import build_document, for_site
 from tula_cli.words import number
 
 TABLE = Table(
@@ -161,7 +161,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Material:
 
 @pytest.fixture(scope="module")
 def whole(seen: Material) -> Document:
-    return document_of(seen)
+    return build_document(seen)
 
 
 @pytest.fixture
@@ -278,9 +278,9 @@ def test_what_a_template_has_wrong_is_told_with_its_line(
 def test_what_a_run_does_not_tell_yet_is_told_with_what_would_bring_it(tmp_path: Path) -> None:
     look = reports.seen(reports.trained(RunDir.create(tmp_path / "r", reports.JOB)))
     with pytest.raises(BadMeasurements) as refused:
-        for_site(look, document_of(look), "lcrc")
+        for_site(look, build_document(look), "lcrc")
     assert "this run does not tell batch" in refused.value.message and "tula profile" in refused.value.hint
-    own = site_values(look, document_of(look), runs=1)
+    own = site_values(look, build_document(look), runs=1)
     assert filled("{hardware}; {experiments}", own, tmp_path).startswith(
         "1 GPU a node; nothing was measured yet; experiment"
     )

@@ -11,10 +11,10 @@ from make_reports import column, figure, report, section, series, table
 from make_results import MIB, Truth, measured
 
 from tula_cli.errors import BadMeasurements, SpecError
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import all_parts
-from tula_cli.run.series.step_series import StepRow, written
+from tula_cli.run.series.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
 from tula_cli.services.api.handles import Run
@@ -170,7 +170,7 @@ def test_the_parts_of_a_step_are_the_step_together(whole: RunDir, told: Document
     drawn, probes = figure(told, "step_parts"), [r for r in whole.results() if r.kind == "measured"]
     assert drawn.categories == tuple(f"{probe.nodes} x {probe.local_batch}" for probe in probes)
     together = [sum(one.y[place] or 0.0 for one in drawn.series) for place in range(len(probes))]
-    assert together == pytest.approx([1000 * centre(probe.step_times) for probe in probes])
+    assert together == pytest.approx([1000 * trimmed_mean(probe.step_times) for probe in probes])
     assert [one.name for one in drawn.series] == ["compute", "exposed synchronisation", "input"]
 
 
@@ -215,7 +215,7 @@ def test_predicted_and_actual_are_those_of_the_summary(told: Document) -> None:
 
 
 def test_attempts_are_those_of_status_with_their_ends(whole: RunDir, told: Document) -> None:
-    now = status.snapshot(whole, make.FakeLauncher(), now=reports.AT)
+    now = status.run_status(whole, make.FakeLauncher(), now=reports.AT)
     found = table(told, "attempts")
     assert len(found.rows) == len([one for one in now.attempts if one.job == "train-ab12cd34"]) == 2
     assert column(found, "ended") == ["node_failure", "done"]
@@ -240,7 +240,7 @@ def test_a_training_under_way_is_told_as_status_has_it(tmp_path: Path) -> None:
     look = reports.seen(run, make.FakeLauncher({name: "running"}))
     now = look.parts[0].now.training
     assert now is not None
-    (text,) = section(reports.document_of(look), "training").text
+    (text,) = section(reports.build_document(look), "training").text
     assert text.startswith("Training ab12cd34, on 2 nodes, batch 128: running, epoch 1.50 of 10, 1920 samples")
 
 
@@ -276,7 +276,7 @@ def test_what_is_kept_of_every_step_is_drawn_in_place_of_medians(tmp_path: Path)
         StepRow.of_step(samples=32 * step, batch=32, lr=0.1, norm=5.0 if step == 700 else 1.0, delta=0.5, scaled=False)
         for step in range(1, 1001)
     ]
-    run.training("ab12cd34").steps_path.write_text(written(rows))
+    run.training("ab12cd34").steps_path.write_text(format_rows(rows))
     document = report(run)
     (norm,) = figure(document, "gradient_norm").series
     assert len(norm.x) == 500 and norm.x[-1] == 32_000.0, "two steps a point"
@@ -362,8 +362,8 @@ def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
     for part in all_parts(run, job):
         for nodes, local in ((1, 32), (1, 128), (1, 256), *(((2, 16), (2, 128)) if part.length is None else ())):
             part.run.write_result(measured(Truth(slope=0.001, dataset_size=1000), nodes, local))
-        part.run.adopt(part.spec)
-    run.adopt(job)
+        part.run.save_job(part.spec)
+    run.save_job(job)
     document = report(reports.answered(run))
     assert column(table(document, "lengths"), "length") == [64, 128]
     assert {one.key for one in section(document, "measured").tables} == {"probes", "probes_length-64"}

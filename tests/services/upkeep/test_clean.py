@@ -16,7 +16,7 @@ from quiet import quiet
 from tula_cli.cli import app
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import SILENT
+from tula_cli.cluster.slurm.queue import NO_ANSWER
 from tula_cli.errors import NotYours, OtherFormat, Pending, SpecError
 from tula_cli.host import machine_lock
 from tula_cli.run.directory import RunDir
@@ -62,7 +62,7 @@ def names(folder: Path) -> list[str]:
 
 def found(run: RunDir, **options: Any) -> service.RunSpace:
     options.setdefault("ask", nobody_asks)
-    (one,) = service.spaces([run], **options)
+    (one,) = service.measure_runs([run], **options)
     return one
 
 
@@ -70,8 +70,8 @@ def nobody_asks(ids: Iterable[str]) -> dict[str, SchedulerState]:
     raise AssertionError(f"SLURM was asked about {ids}")
 
 
-def cleaned(run: RunDir, **options: Any) -> service.Cleaned:
-    return service.clean([found(run, **options)])
+def cleaned(run: RunDir, **options: Any) -> service.CleanResult:
+    return service.free_space([found(run, **options)])
 
 
 # --- what goes
@@ -83,7 +83,7 @@ def test_of_a_finished_training_the_best_and_the_last_stay(run: RunDir) -> None:
     assert (len(one.holdings), one.size, one.kept, one.final) == (2, 16384, "", ())
     assert one.held >= 4 * 8192
     assert names(folder) == ["100.pt", "200.pt", "300.pt", "400.pt"], "nothing is touched before"
-    assert cleaned(run) == service.Cleaned(2, 16384, ())
+    assert cleaned(run) == service.CleanResult(2, 16384, ())
     assert names(folder) == ["200.pt", "400.pt"]
     assert found(run).holdings == ()
     assert (folder.parent / "best").exists() and (folder.parent / "last").exists()
@@ -229,7 +229,7 @@ def test_a_folder_that_cannot_be_removed_is_told_and_the_others_go(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(run_holdings, "_drop", refuse)
-    done = service.clean(service.spaces([run, other]))
+    done = service.free_space(service.measure_runs([run, other]))
     assert done.files == 1
     assert len(done.problems) == 1 and "Permission denied" in done.problems[0]
 
@@ -269,7 +269,7 @@ def test_a_run_with_a_job_that_may_live_is_left_as_it_is(run: RunDir, ask: servi
     one = found(run, ask=ask)
     assert (bool(one.kept), bool(one.holdings)) == (bool(why), not why)
     assert one.kept.startswith(f"{name} {why}" if why else "")
-    service.clean([one])
+    service.free_space([one])
     assert len(names(folder)) == (3 if why else 2)
 
 
@@ -277,8 +277,8 @@ def test_where_squeue_cannot_be_asked_jobs_count_as_live(run: RunDir, monkeypatc
     trained(run, 100, 200, 300)
     slurm_job(run)
     monkeypatch.setenv("PATH", str(run.path))
-    one = found(run, ask=scheduler.ask)
-    assert one.holdings == () and SILENT in one.kept
+    one = found(run, ask=scheduler.ask_states)
+    assert one.holdings == () and NO_ANSWER in one.kept
 
 
 def test_a_job_that_was_just_submitted_counts_as_live(run: RunDir) -> None:
@@ -299,17 +299,17 @@ def test_slurm_is_asked_once_for_all_runs_and_only_where_something_may_go(run: R
         asked.append(list(ids))
         return {}
 
-    service.spaces([run, other, nothing], ask=ask)
+    service.measure_runs([run, other, nothing], ask=ask)
     assert asked == [["11", "12", "11", "12"]]
 
 
 def test_a_job_on_this_machine_and_the_lock_of_the_machine_hold_a_run(run: RunDir) -> None:
-    from tula_cli.host.processes import started
+    from tula_cli.host.processes import start_time
 
     trained(run, 100, 200, 300)
     name = make.add_training(run, signature=SIGNATURE)
     pid = os.getpid()
-    alive = {"scheduler_id": str(pid), "process_started": started(pid)}
+    alive = {"scheduler_id": str(pid), "process_started": start_time(pid)}
     run.write_job(make.job(name).model_copy(update=alive))
     assert "is pending" in found(run).kept
     run.write_job(make.job(name))
@@ -331,15 +331,15 @@ def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     folder = trained(run, 100, 200, 300)
     one = found(run)
     slurm_job(run)
-    done = service.clean([one])
+    done = service.free_space([one])
     assert done.files == 0 and "submitted meanwhile" in done.problems[0]
     assert len(names(folder)) == 3 and not (run.path / "lock").exists()
     one = found(run, ask=says())
     assert run.lock.acquire() == ""
-    assert "another tula command" in service.clean([one]).problems[0]
+    assert "another tula command" in service.free_space([one]).problems[0]
     (run.path / "lock/owner").write_text("a-machine:1\n")
     os.utime(run.path / "lock", (0, 0))
-    assert service.clean([one]).files == 2, "of a command that was killed an hour ago"
+    assert service.free_space([one]).files == 2, "of a command that was killed an hour ago"
 
 
 # --- the command

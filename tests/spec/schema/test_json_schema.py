@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.services.new_job.from_command import from_command
+from tula_cli.services.new_job.from_command import job_from_command
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.schema.json_schema import json_schema
 from tula_cli.spec.yaml_text import parse_yaml
@@ -32,7 +32,7 @@ def written() -> Iterator[tuple[str, str]]:
     for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)):
             yield f"{page.name}, {number}", block
-    yield "from a command", from_command("torchrun train.py --batch-size 64 --lr 0.1 --epochs 9", "slurm").text
+    yield "from a command", job_from_command("torchrun train.py --batch-size 64 --lr 0.1 --epochs 9", "slurm").text
 
 
 WRITTEN = dict(written())

@@ -10,7 +10,7 @@ from worker_jobs import rows, same, spec, train_task, trainer, weights
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.services.compare import why_not
+from tula_cli.services.compare import why_not_a_row
 from tula_cli.spec.job import JobSpec, beta2_at
 from tula_cli.spec.signature import signature, train_signature
 from tula_cli.worker.build import zoo
@@ -37,7 +37,7 @@ def beta2(subject: Trainer) -> list[float]:
 
 
 def stepped(subject: Trainer, steps: int) -> Trainer:
-    for _ in islice(worker_train_loop.steps(subject), steps):
+    for _ in islice(worker_train_loop.run_steps(subject), steps):
         pass
     return subject
 
@@ -96,18 +96,20 @@ def test_scaled_updates_leave_the_second_moment_to_the_batches(alone: Ranks) -> 
 def test_a_resumed_training_is_as_one_that_was_never_broken_off(alone: Ranks, run: RunDir) -> None:
     whole = stepped(trainer(adam(500), alone), 8)
     broken = stepped(trainer(adam(500), alone), 5)
-    path = checkpoint.save(run, "abcd1234", broken, best={}, is_best=False)
+    path = checkpoint.save_checkpoint(run, "abcd1234", broken, best={}, is_best=False)
     resumed = trainer(adam(500), alone)
-    checkpoint.restore(resumed, torch.load(path, weights_only=True))
+    checkpoint.restore_checkpoint(resumed, torch.load(path, weights_only=True))
     assert same(weights(stepped(resumed, 3)), weights(whole))
 
 
 @pytest.mark.parametrize("method", ["lbt", "ags", "lamb"])
 def test_beta2_follows_a_change_of_the_batch(method: str, alone: Ranks, run: RunDir) -> None:
     job = adam(500, name="Adam", method=method)
-    path = checkpoint.save(run, "abcd1234", stepped(trainer(job, alone, batch=32), 2), best={}, is_best=False)
+    path = checkpoint.save_checkpoint(
+        run, "abcd1234", stepped(trainer(job, alone, batch=32), 2), best={}, is_best=False
+    )
     smaller = trainer(job, alone, batch=16)
-    checkpoint.restore(smaller, torch.load(path, weights_only=True))
+    checkpoint.restore_checkpoint(smaller, torch.load(path, weights_only=True))
     assert beta2(smaller) == [0.5 ** (32 / 500)], "the state brings that of the larger batch"
     assert beta2(stepped(smaller, 1)) == [0.5 ** (16 / 500)]
 
@@ -124,7 +126,7 @@ def test_an_optimizer_without_a_second_moment_by_beta2_is_refused(name: str) -> 
 
 def test_two_betas_of_another_kind_are_none() -> None:
     with pytest.raises(SpecError, match="Lion has no beta2"):
-        zoo.beta2s(Lion([torch.zeros(1)]), adam(), 8)
+        zoo.beta2_by_group(Lion([torch.zeros(1)]), adam(), 8)
 
 
 @pytest.mark.parametrize("half_life", [0, -3, "quick"])
@@ -143,12 +145,12 @@ def test_check_tells_what_it_comes_to() -> None:
         "second moment: half of it is forgotten in 5542 samples: beta2 is 0.9995 at batch 4, 0.999 at batch 8, 0.992028 at"
         " batch 64 (optimizer.beta2_half_life)"
     )
-    assert zoo.beta2_told(adam(None), torch.optim.SGD([torch.zeros(1)], lr=1)) == ""
+    assert zoo.describe_beta2(adam(None), torch.optim.SGD([torch.zeros(1)], lr=1)) == ""
 
 
 def test_a_comparison_leaves_out_what_has_no_beta2() -> None:
-    assert "SGD has no beta2" in why_not(spec(), "sqrt-beta2")
-    assert why_not(adam(None), "sqrt-beta2") == ""
+    assert "SGD has no beta2" in why_not_a_row(spec(), "sqrt-beta2")
+    assert why_not_a_row(adam(None), "sqrt-beta2") == ""
 
 
 def test_trainings_are_named_by_it_and_measurements_are_not() -> None:

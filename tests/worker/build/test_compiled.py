@@ -57,7 +57,7 @@ def close(one: nn.Module, other: nn.Module) -> None:
 def test_it_learns_what_it_learns_as_written_with_one_graph_for_all_steps(alone: Ranks, compiler: Compiler) -> None:
     plain, subject = (trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (False, True))
     for each in (plain, subject):
-        list(worker_train_loop.steps(each))
+        list(worker_train_loop.run_steps(each))
     close(subject.parallel.module, plain.parallel.module)
     assert subject.ags is not None and subject.ags.factors.n_refresh > 2, "the small batches have other shapes"
     assert compiler.seen == [True]
@@ -65,31 +65,31 @@ def test_it_learns_what_it_learns_as_written_with_one_graph_for_all_steps(alone:
 
 def test_a_small_batch_in_each_step_is_compiled_too(alone: Ranks, compiler: Compiler) -> None:
     each_step = {**AGS, "ags": {**AGS["ags"], "refresh": {"every": 1}}}
-    list(islice(worker_train_loop.steps(trainer(job(compile=True, **each_step), alone)), 4))
+    list(islice(worker_train_loop.run_steps(trainer(job(compile=True, **each_step), alone)), 4))
     assert compiler.seen == [True, True]
 
 
 def test_nothing_is_compiled_unless_that_is_asked_for(alone: Ranks, compiler: Compiler) -> None:
-    next(worker_train_loop.steps(trainer(job(compile=False), alone)))
+    next(worker_train_loop.run_steps(trainer(job(compile=False), alone)))
     assert compiler.seen == []
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_checkpoints_are_the_same_with_and_without(alone: Ranks, compiler: Compiler, run: RunDir, before: bool) -> None:
     first, subject = (trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (before, not before))
-    list(islice(worker_train_loop.steps(first), 3))
-    path = checkpoint.save(run, "5" * 8, first, best={}, is_best=False)
-    checkpoint.restore(subject, torch.load(path, weights_only=True))
+    list(islice(worker_train_loop.run_steps(first), 3))
+    path = checkpoint.save_checkpoint(run, "5" * 8, first, best={}, is_best=False)
+    checkpoint.restore_checkpoint(subject, torch.load(path, weights_only=True))
     assert same(weights(subject), weights(first))
     for each in (first, subject):
-        next(worker_train_loop.steps(each))
+        next(worker_train_loop.run_steps(each))
     close(subject.parallel.module, first.parallel.module)
 
 
 def test_an_evaluation_compiles_one_graph_for_all_batches_but_the_odd_last(alone: Ranks, compiler: Compiler) -> None:
     sizes = {"dataset": {"args": {"eval_size": 40}}}  # 16, 16 and 8
     plain, subject = (trainer(job(compile=wanted, **sizes), alone) for wanted in (False, True))
-    found = [evaluation.Evaluator(each).run() for each in (plain, subject)]
+    found = [evaluation.Evaluator(each).evaluate() for each in (plain, subject)]
     assert found[0].loss == pytest.approx(found[1].loss, rel=1e-5) and found[0].samples == 40
     assert compiler.seen == [False]
 
@@ -98,7 +98,7 @@ def test_curvature_is_that_of_the_model_as_written(
     alone: Ranks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # which has no second derivative
-    plain, subject = (hessian.measure(trainer(job(compile=c), alone), samples=20) for c in (False, True))
+    plain, subject = (hessian.measure_curvature(trainer(job(compile=c), alone), samples=20) for c in (False, True))
     assert plain.eigenvalue == subject.eigenvalue
 
 
@@ -109,20 +109,20 @@ def test_recomputed_blocks_write_their_statistics_once(
     asked = {"model": {"name": "worker_jobs:normed_blocks"}, "train": {"activation_checkpointing": True}}
     plain, subject = (trainer(job(compile=wanted, **asked), alone) for wanted in (False, True))
     for each in (plain, subject):
-        list(islice(worker_train_loop.steps(each), 3))
+        list(islice(worker_train_loop.run_steps(each), 3))
     close(subject.parallel.module, plain.parallel.module)
 
 
 def test_nothing_is_compiled_in_what_a_probe_times(
     alone: Ranks, compiler: Compiler, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warm, settled = [], MemoryMeter.settled
+    warm, settled = [], MemoryMeter.restart_after_warmup
 
     def after_the_warm_up(meter: MemoryMeter) -> None:
         warm.append(len(compiler.seen))
         settled(meter)
 
-    monkeypatch.setattr(MemoryMeter, "settled", after_the_warm_up)
+    monkeypatch.setattr(MemoryMeter, "restart_after_warmup", after_the_warm_up)
     asked = {
         "ags": {"delta": "inf", "b_small": 4},
         "search": {"warmup_steps": 3},
@@ -152,5 +152,5 @@ def test_a_whole_training_is_compiled(alone: Ranks, run: RunDir, mode: Any) -> N
 def test_each_batch_of_one_that_grows_is_compiled(alone: Ranks, compiler: Compiler) -> None:
     stages = [{"samples": 26, "batch": batch} for batch in range(4, 14)]
     subject = trainer(spec(train={"compile": True, "ramp": stages, "epochs": 4}), alone)
-    taken = {step.batch for step in worker_train_loop.steps(subject)}
+    taken = {step.batch for step in worker_train_loop.run_steps(subject)}
     assert len(taken) == 11 and len(compiler.seen) >= 11

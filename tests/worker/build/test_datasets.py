@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import datasets
-from tula_cli.worker.build.datasets import build_datasets, prepare, stratified
+from tula_cli.worker.build.datasets import build_datasets, download_dataset, split_indices_by_class
 from tula_cli.worker.build.transforms import build_transforms, check_sample, to_tensor
 
 
@@ -129,8 +129,8 @@ def test_missing_files_that_nobody_downloads_name_their_source(name, words, tmp_
 
 def test_prepare_refuses_what_cannot_be_downloaded():
     with pytest.raises(SpecError, match="cannot download ImageNet"):
-        prepare(spec({"name": "ImageNet", "download": True}))
-    prepare(spec({"name": "ImageNet"}))
+        download_dataset(spec({"name": "ImageNet", "download": True}))
+    download_dataset(spec({"name": "ImageNet"}))
 
 
 def test_a_login_node_without_a_network_is_told_where_to_put_the_data(monkeypatch, tmp_path):
@@ -140,14 +140,14 @@ def test_a_login_node_without_a_network_is_told_where_to_put_the_data(monkeypatc
     monkeypatch.setattr("tula_cli.worker.build.datasets._construct_torchvision", offline)
     job = spec({"name": "CIFAR10", "root": str(tmp_path), "download": True})
     with pytest.raises(SpecError, match=r"CIFAR10 cannot be downloaded to .*Name or service not known") as refused:
-        prepare(job)
+        download_dataset(job)
     assert "dataset.download: false" in refused.value.hint
 
 
 def test_prepare_downloads_both_splits(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr("torchvision.datasets.CIFAR10", lambda root, **given: calls.append((root, given)))
-    prepare(spec({"name": "CIFAR10", "root": str(tmp_path / "new"), "download": True}))
+    download_dataset(spec({"name": "CIFAR10", "root": str(tmp_path / "new"), "download": True}))
     assert [given for _, given in calls] == [{"download": True, "train": True}, {"download": True, "train": False}]
     assert (tmp_path / "new").is_dir()
 
@@ -233,16 +233,16 @@ def test_labels_collate_to_int64():
 
 def test_stratified_holds_out_the_same_share_of_each_class():
     labels = [0] * 50 + [1] * 10 + [2] * 2 + [3]
-    kept, held_out = stratified(labels, fraction=0.2)
+    kept, held_out = split_indices_by_class(labels, fraction=0.2)
     assert sorted(kept + held_out) == list(range(len(labels)))
     assert [sum(labels[index] == label for index in held_out) for label in range(4)] == [10, 2, 1, 0]
-    assert stratified(labels, fraction=0.2) == (kept, held_out)
+    assert split_indices_by_class(labels, fraction=0.2) == (kept, held_out)
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
 def test_stratified_leaves_every_class_something_to_train_on(fraction):
     labels = [0, 1] * 10
-    kept, held_out = stratified(labels, fraction=fraction)
+    kept, held_out = split_indices_by_class(labels, fraction=fraction)
     for indices in (kept, held_out):
         assert {labels[index] for index in indices} == {0, 1}
 

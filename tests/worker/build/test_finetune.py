@@ -10,7 +10,7 @@ from torch import nn
 from worker_jobs import final_weights, rows, spec, train_task
 
 from tula_cli.errors import SpecError
-from tula_cli.run.code import fingerprint
+from tula_cli.run.code import code_digest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.source.weights_file import weights_digest
 from tula_cli.spec.job import JobSpec
@@ -18,7 +18,7 @@ from tula_cli.spec.signature import signature, train_signature
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.finetune.groups import parameter_groups
-from tula_cli.worker.build.finetune.patterns import chosen
+from tula_cli.worker.build.finetune.patterns import parameters_matching
 from tula_cli.worker.build.ghost import GhostBatchNorm, apply_ghost_batch_norm
 from tula_cli.worker.build.zoo import build_model, build_optimizer
 from tula_cli.worker.entry import run_training
@@ -67,7 +67,7 @@ def train(run: RunDir, ranks: Ranks, of: JobSpec) -> dict[str, torch.Tensor]:
     ],
 )
 def test_patterns_name_parameters_and_the_last_one_counts(patterns, names):
-    assert list(chosen(model(), patterns, path="model.frozen")) == names
+    assert list(parameters_matching(model(), patterns, path="model.frozen")) == names
 
 
 def test_embeddings_and_norms_of_any_package_are_known_by_their_kind():
@@ -77,16 +77,16 @@ def test_embeddings_and_norms_of_any_package_are_known_by_their_kind():
             self.weight = nn.Parameter(torch.ones(4))
 
     whole = nn.Sequential(nn.Embedding(5, 4), RMSNormOfSomebody(), nn.Linear(4, 4))
-    assert list(chosen(whole, ["embeddings", "norms"], path="p")) == ["0.weight", "1.weight"]
+    assert list(parameters_matching(whole, ["embeddings", "norms"], path="p")) == ["0.weight", "1.weight"]
 
 
 def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
     whole = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     with pytest.raises(SpecError, match=r"model.frozen: 'encodr.\*' fits no parameter") as caught:
-        chosen(whole, ["encodr.*"], path="model.frozen")
+        parameters_matching(whole, ["encodr.*"], path="model.frozen")
     assert "did you mean encoder" in caught.value.hint
     with pytest.raises(SpecError) as caught:
-        chosen(whole, ["zzz"], path="model.frozen")
+        parameters_matching(whole, ["zzz"], path="model.frozen")
     assert caught.value.hint == "its modules are encoder, head"
 
 
@@ -173,17 +173,17 @@ def test_checkpoints_and_what_wrappers_put_before_names_are_read(key: str | None
     whole = model()
     state: Any = {f"module.{name}": value for name, value in whole.state_dict().items()}
     torch.save({key: state, "epoch": 3} if key else state, tmp_path / "a.pt")
-    fit = initial_weights.fitted(job(weights=str(tmp_path / "a.pt")).model, whole)
-    assert fit.words == "" and set(fit.common) == set(whole.state_dict())
+    fit = initial_weights.check_fit(job(weights=str(tmp_path / "a.pt")).model, whole)
+    assert fit.mismatch_text == "" and set(fit.common) == set(whole.state_dict())
 
 
 def test_safetensors_are_read(tmp_path: Path) -> None:
     whole, path = model(), tmp_path / "a.safetensors"
     save_file(whole.state_dict(), path)
-    assert initial_weights.fitted(job(weights=str(path)).model, whole).words == ""
+    assert initial_weights.check_fit(job(weights=str(path)).model, whole).mismatch_text == ""
     path.write_bytes(b"no tensors")
     with pytest.raises(SpecError, match="is damaged, or not a file of safetensors"):
-        initial_weights.read(str(path))
+        initial_weights.read_weights(str(path))
 
 
 def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_files_of_another_kind_are_refused(content: Any, why: str, tmp_path: Pat
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(SpecError, match=why):
-        initial_weights.read(str(path))
+        initial_weights.read_weights(str(path))
 
 
 def cut(content: bytes) -> bytes:
@@ -230,7 +230,7 @@ def test_a_damaged_file_is_told_without_what_the_unpickler_says(harm: Any, tmp_p
     torch.save({"weight": torch.ones(8)}, path)
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(SpecError) as caught:
-        initial_weights.read(str(path))
+        initial_weights.read_weights(str(path))
     size = path.stat().st_size
     assert caught.value.message == f"model.weights: {path} ({size} bytes) is damaged, or not a file of torch.save"
 
@@ -238,19 +238,19 @@ def test_a_damaged_file_is_told_without_what_the_unpickler_says(harm: Any, tmp_p
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     torch.save(model(), tmp_path / "a.pt")  # the module itself, which is code
     with pytest.raises(SpecError, match="holds more than tensors") as caught:
-        initial_weights.read(str(tmp_path / "a.pt"))
+        initial_weights.read_weights(str(tmp_path / "a.pt"))
     assert "state_dict" in caught.value.hint
 
 
 def test_a_run_is_named_by_what_is_in_the_file(saved: Path) -> None:
     of, plain = job(weights=str(saved)), job()
-    before = fingerprint(of, Path.cwd())
-    assert before != fingerprint(plain, Path.cwd()) and weights_digest(plain) == ""
+    before = code_digest(of, Path.cwd())
+    assert before != code_digest(plain, Path.cwd()) and weights_digest(plain) == ""
     torch.save({name: value + 1 for name, value in torch.load(saved).items()}, saved)
-    assert fingerprint(of, Path.cwd()) != before
+    assert code_digest(of, Path.cwd()) != before
     saved.unlink()
     with pytest.raises(SpecError, match=r"model\.weights: cannot read"):
-        fingerprint(of, Path.cwd())
+        code_digest(of, Path.cwd())
 
 
 def test_the_place_of_the_file_names_nothing_and_frozen_layers_do(saved: Path) -> None:

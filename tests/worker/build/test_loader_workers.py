@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.host import devices
-from tula_cli.host.processes import started
+from tula_cli.host.processes import start_time
 
 RANK = """if True:
     import re, sys, time
@@ -42,11 +42,11 @@ def test_a_killed_rank_leaves_neither_workers_nor_open_devices(tmp_path: Path, m
     with rank.stdout:
         workers = [int(pid) for pid in rank.stdout.readline().split()]
     assert len(workers) == 2
-    assert set(devices.holders()) == {rank.pid}, "the workers have closed it"
+    assert set(devices.device_holders()) == {rank.pid}, "the workers have closed it"
     rank.kill()
     rank.wait()
-    assert devices.holders() == {}, "an overlap of 0 s with the next attempt"
+    assert devices.device_holders() == {}, "an overlap of 0 s with the next attempt"
     deadline = time.monotonic() + 10
-    while any(started(pid) is not None for pid in workers) and time.monotonic() < deadline:
+    while any(start_time(pid) is not None for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert [started(pid) for pid in workers] == [None, None], "they were minutes from the end of their batches"
+    assert [start_time(pid) for pid in workers] == [None, None], "they were minutes from the end of their batches"

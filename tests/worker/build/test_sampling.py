@@ -12,9 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_cli.models.memory.host_memory import LOADERS, data_memory
+from tula_cli.models.memory.host_memory import LOADERS_AT_A_TIME, data_memory
 from tula_cli.models.ramp.stages import Ramp
-from tula_cli.worker.build.sampling import Batches, Key, Position, eval_loader, permutation, steps_left, train_loader
+from tula_cli.worker.build.sampling import (
+    Key,
+    MicroBatchSampler,
+    Position,
+    build_eval_loader,
+    build_train_loader,
+    count_remaining_steps,
+    permutation,
+)
 
 WORLDS = st.integers(1, 5)
 
@@ -23,7 +31,7 @@ def batches(
     size: int, *, batch: int, rank: int = 0, world: int = 1, accumulate: int = 1, epochs: int = 1, **start: int
 ) -> list[list[Key]]:
     return list(
-        Batches(
+        MicroBatchSampler(
             size,
             ramp=Ramp.constant(batch),
             parts={batch: accumulate},
@@ -93,7 +101,7 @@ def test_where_less_than_a_batch_is_left_the_epoch_is_over() -> None:
 
 
 def test_steps_left_counts_whole_batches() -> None:
-    assert [steps_left(10, done, 4) for done in (0, 2, 3, 8, 10, 12)] == [2, 2, 1, 0, 0, 0]
+    assert [count_remaining_steps(10, done, 4) for done in (0, 2, 3, 8, 10, 12)] == [2, 2, 1, 0, 0, 0]
 
 
 def test_order_differs_between_epochs_and_seeds() -> None:
@@ -127,8 +135,10 @@ def test_workers_load_the_same_samples_in_the_same_order() -> None:
         def __getitem__(self, key: Key) -> torch.Tensor:
             return dataset[key[1]]
 
-    plan = Batches(24, ramp=Ramp.constant(4), parts={4: 2}, rank=0, world=1, seed=3, epochs=2, start=Position())
-    none, two = (list(train_loader(Keyed(), plan, workers=workers, pin=False)) for workers in (0, 2))
+    plan = MicroBatchSampler(
+        24, ramp=Ramp.constant(4), parts={4: 2}, rank=0, world=1, seed=3, epochs=2, start=Position()
+    )
+    none, two = (list(build_train_loader(Keyed(), plan, workers=workers, pin=False)) for workers in (0, 2))
     assert [part.tolist() for part in none] == [part.tolist() for part in two]
     assert [part.tolist() for part in none] == [[index for _, index in part] for part in plan]
 
@@ -138,9 +148,11 @@ def test_loader_processes_keep_in_shared_memory_what_the_model_says() -> None:
         def __getitem__(self, key: Key) -> torch.Tensor:
             return torch.zeros(2048)
 
-    plan = Batches(1000, ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position())
-    said = data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS
-    loader = iter(train_loader(Large(), plan, workers=2, pin=False))
+    plan = MicroBatchSampler(
+        1000, ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position()
+    )
+    said = data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS_AT_A_TIME
+    loader = iter(build_train_loader(Large(), plan, workers=2, pin=False))
     before, ends = shared_memory([os.getpid()]), time.monotonic() + 60
     first = next(loader)
     processes = [os.getpid(), *(worker.pid for worker in loader._workers)]
@@ -172,7 +184,8 @@ def shared_memory(processes: Iterable[int]) -> int:
 def test_each_evaluation_sample_is_loaded_once(size: int, world: int, batch: int) -> None:
     data = torch.arange(size)
     loaders = [
-        eval_loader(data, size=size, rank=rank, world=world, batch=batch, workers=0, pin=False) for rank in range(world)
+        build_eval_loader(data, size=size, rank=rank, world=world, batch=batch, workers=0, pin=False)
+        for rank in range(world)
     ]
     seen = [int(value) for loader in loaders for part in loader for value in part]
     assert sorted(seen) == list(range(size))

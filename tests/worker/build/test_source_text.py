@@ -9,7 +9,7 @@ import torch
 from tula_cli.errors import SpecError
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.collate import collated
+from tula_cli.worker.build.batches.collate import collate_items
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.text import from_config, source_text
 from tula_cli.worker.measure.inspect import inspect_job
@@ -34,18 +34,20 @@ def test_blocks_of_source_are_the_same_each_time_and_hold_out_files() -> None:
     assert sample["input_ids"].shape == (32,) and torch.equal(sample["input_ids"], sample["labels"])
     assert torch.equal(sample["input_ids"], again.train[0, 3]["input_ids"])
     assert 500 < len(found.train) + len(found.eval) <= 20_000 // 32
-    held_out = {bytes(item["input_ids"].tolist()) for item in found.eval.first(50)}
-    assert not held_out & {bytes(item["input_ids"].tolist()) for item in found.train.first(600)}
+    held_out = {bytes(item["input_ids"].tolist()) for item in found.eval.first_samples(50)}
+    assert not held_out & {bytes(item["input_ids"].tolist()) for item in found.train.first_samples(600)}
 
 
 def test_fragments_have_the_number_of_their_package_and_are_padded_to_the_longest() -> None:
     found = build_datasets(job("python_packages", classes=3))
     assert found.classes == 3
-    items = found.train.first(len(found.train))
-    assert {item["labels"] for item in items} == {0, 1, 2} == {item["labels"] for item in found.eval.first(10_000)}
+    items = found.train.first_samples(len(found.train))
+    assert (
+        {item["labels"] for item in items} == {0, 1, 2} == {item["labels"] for item in found.eval.first_samples(10_000)}
+    )
     assert max(len(item["input_ids"]) for item in items) <= 32
     some = sorted(items, key=lambda item: len(item["input_ids"]))
-    batch = collated(found.collate, [some[0], some[-1]])
+    batch = collate_items(found.collate, [some[0], some[-1]])
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 32)
     assert batch["attention_mask"].sum(1).tolist() == [len(some[0]["input_ids"]), 32]
 
@@ -66,7 +68,7 @@ def test_text_takes_no_transform() -> None:
 
 
 def test_long_lines_are_cut_and_blank_parts_left_out() -> None:
-    assert source_text._fragments(b"ab\ncd\n\n\n\n\n\n0123456789\n", 6) == [b"ab\ncd\n", b"012345", b"6789\n"]
+    assert source_text._split_lines(b"ab\ncd\n\n\n\n\n\n0123456789\n", 6) == [b"ab\ncd\n", b"012345", b"6789\n"]
 
 
 def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss() -> None:
@@ -74,10 +76,10 @@ def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss
     model = zoo.build_model(spec, None)
     assert not model.config.use_cache and model.config.eos_token_id is None
     call = zoo.model_call(spec, model, zoo.build_loss(spec))
-    batch = collated(None, build_datasets(spec).train.first(2))
-    outputs = call.outputs(model, batch)
+    batch = collate_items(None, build_datasets(spec).train.first_samples(2))
+    outputs = call.compute_outputs(model, batch)
     assert outputs.logits.shape == (2, 32, 256)
-    assert call.loss_of(outputs, batch) is outputs.loss and 4 < float(outputs.loss) < 7, "ln 256 is 5.5"
+    assert call.loss_from_outputs(outputs, batch) is outputs.loss and 4 < float(outputs.loss) < 7, "ln 256 is 5.5"
 
 
 def test_a_classifier_has_the_classes_of_its_dataset() -> None:

@@ -24,9 +24,9 @@ from tula_cli.worker.device import tensor_bytes
 from tula_cli.worker.measure import buffers
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
-from tula_cli.worker.measure.buffers import libraries
-from tula_cli.worker.measure.footprint import footprints
-from tula_cli.worker.measure.rehearsal import Recording, rehearse
+from tula_cli.worker.measure.buffers import estimate_library_bytes
+from tula_cli.worker.measure.footprint import estimate_footprints
+from tula_cli.worker.measure.rehearsal import Recording, build_fake_step
 from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -58,14 +58,18 @@ def gpt2(attention: str, length: int, **train) -> JobSpec:
 
 
 def measure(job: JobSpec, micro_batch: int = 32, *, shape=(3, 32, 32)) -> Components:
-    return rehearse(job, (torch.zeros(shape), 1), classes=10).measure(micro_batch)
+    return build_fake_step(job, (torch.zeros(shape), 1), classes=10).measure(micro_batch)
 
 
 @pytest.mark.torch
 def test_attention_takes_the_square_of_the_length_only_where_it_is_written_out():
     def activations(attention: str, length: int) -> int:
         ids = torch.zeros(length, dtype=torch.int64)
-        return rehearse(gpt2(attention, length), {"input_ids": ids, "labels": ids}, classes=None).measure(8).activations
+        return (
+            build_fake_step(gpt2(attention, length), {"input_ids": ids, "labels": ids}, classes=None)
+            .measure(8)
+            .activations
+        )
 
     fused, written_out = ([activations(name, length) for length in (64, 256)] for name in ("sdpa", "eager"))
     assert 3.8 < fused[1] / fused[0] < 4.1, "transformers makes no mask where a sample is one sequence"
@@ -164,7 +168,7 @@ def test_what_ags_leaves_out_has_no_factor_and_no_copy():
     whole, part = (spec("small_cnn", method="ags", ags=ags) for ags in ({}, left_out))
     assert measure(whole).factors - measure(part).factors == 4 * small > 0
     update = {"apply_to": "update", "granularity": "tensor"}
-    copies = [len(rehearse(spec(method="ags", ags={**update, **ags}), (torch.zeros(3, 32, 32), 1), classes=10).memory.before)
+    copies = [len(build_fake_step(spec(method="ags", ags={**update, **ags}), (torch.zeros(3, 32, 32), 1), classes=10).memory.before)
               for ags in ({}, left_out)]  # fmt: skip
     assert copies[0] - copies[1] == len([p for p in model.parameters() if p.ndim == 1])
     assert measure(spec(method="lbt")).factors == measure(spec(method="lbt", ags=left_out)).factors == 0
@@ -202,13 +206,13 @@ def test_refresh_is_the_peak_where_parameters_dominate():
 
 
 def test_activations_are_linear_in_the_batch():
-    rehearsal = rehearse(spec(), (torch.zeros(3, 32, 32), 1), classes=10)
+    rehearsal = build_fake_step(spec(), (torch.zeros(3, 32, 32), 1), classes=10)
     small, middle, large = (rehearsal.measure(size).activations for size in (16, 32, 64))
     assert large - middle == pytest.approx(2 * (middle - small), rel=0.02)
 
 
 def test_measuring_again_gives_the_same():
-    rehearsal = rehearse(spec(method="ags"), (torch.zeros(3, 32, 32), 1), classes=10)
+    rehearsal = build_fake_step(spec(method="ags"), (torch.zeros(3, 32, 32), 1), classes=10)
     assert rehearsal.measure(16) == rehearsal.measure(16)
 
 
@@ -232,7 +236,7 @@ def test_buckets_are_closed_as_ddp_closes_them():
     model = zoo.build_model(spec("resnet18"), 10)
     parameters = list(model.parameters())
     assigned, _ = torch.distributed._compute_bucket_assignment_by_size(parameters[::-1], [2**20, 25 * 2**20])
-    views = buffers.buckets(parameters)
+    views = buffers.ddp_buckets(parameters)
     found = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
     expected = [sum(parameters[::-1][i].numel() * 4 for i in bucket) for bucket in assigned]
     assert sorted(found.values()) == sorted(expected)
@@ -243,7 +247,7 @@ def test_buckets_are_closed_as_ddp_closes_them():
 
 
 def on_gpu(job: JobSpec, micro_batch: int = 32, *, shape=(3, 32, 32)) -> Components:
-    return rehearse(job, (torch.zeros(shape), 1), classes=10, gpu=True).measure(micro_batch)
+    return build_fake_step(job, (torch.zeros(shape), 1), classes=10, gpu=True).measure(micro_batch)
 
 
 def test_a_gpu_rounds_and_reserves():
@@ -255,8 +259,8 @@ def test_a_gpu_rounds_and_reserves():
 
 
 def test_the_least_room_is_less_than_what_is_reserved():
-    rehearsal = rehearse(spec("resnet18"), (torch.zeros(3, 64, 64), 1), classes=10, gpu=True)
-    (*_, row) = footprints(rehearsal, largest=256)
+    rehearsal = build_fake_step(spec("resnet18"), (torch.zeros(3, 64, 64), 1), classes=10, gpu=True)
+    (*_, row) = estimate_footprints(rehearsal, largest=256)
     assert row.memory.peak < row.room < row.memory.reserved
 
 
@@ -333,7 +337,7 @@ def test_factors_scale_on_the_device_with_a_copy_for_a_moment():
 def test_libraries_grow_with_the_connections():
     def of(nodes: int, gpus: int) -> int:
         content = {**spec().model_dump(), "search": {"nodes": [nodes]}, "cluster": {"gpus_per_node": gpus}}
-        return libraries(JobSpec.model_validate(content))
+        return estimate_library_bytes(JobSpec.model_validate(content))
 
     alone, two, inside = of(1, 1), of(2, 1), of(1, 4)
     assert 400 * 2**20 < alone < two < inside < 2 * 2**30
@@ -341,7 +345,7 @@ def test_libraries_grow_with_the_connections():
 
 
 def test_footprints_are_told_up_to_the_dataset():
-    found = footprints(rehearse(spec("vgg11"), (torch.zeros(3, 32, 32), 1), classes=10), largest=100)
+    found = estimate_footprints(build_fake_step(spec("vgg11"), (torch.zeros(3, 32, 32), 1), classes=10), largest=100)
     assert [row.local_batch for row in found] == [1, 2, 4, 8, 16, 32, 64, 128]
     told = [row.memory for row in found]
     assert told[0].peak == pytest.approx(told[3].peak, rel=0.02), "one layer's gradient, whatever the batch"
@@ -351,25 +355,25 @@ def test_footprints_are_told_up_to_the_dataset():
 
 
 def test_the_local_batch_of_a_footprint_counts_all_micro_batches():
-    rows = footprints(rehearse(spec(accumulate=4), (torch.zeros(3, 32, 32), 1), classes=10), largest=2)
+    rows = estimate_footprints(build_fake_step(spec(accumulate=4), (torch.zeros(3, 32, 32), 1), classes=10), largest=2)
     assert [row.local_batch for row in rows] == [4, 8]
 
 
 def test_one_rehearsal_tells_every_batch():
     """What is scaled from the rehearsed batch is what a rehearsal at that batch would have counted."""
     job = spec(method="ags", ags={"b_small": 8}, accumulate=2)
-    rehearsal = rehearse(job, (torch.zeros(3, 32, 32), 1), classes=10)
+    rehearsal = build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10)
     told = rehearsal.measure(24)
     for number in (23, 47):  # primes that no layer's size is a multiple of
-        worker_measure_rehearsal.REHEARSED, kept = number, worker_measure_rehearsal.REHEARSED
+        worker_measure_rehearsal.REFERENCE_SAMPLES, kept = number, worker_measure_rehearsal.REFERENCE_SAMPLES
         try:
-            assert rehearse(job, (torch.zeros(3, 32, 32), 1), classes=10).measure(24) == told
+            assert build_fake_step(job, (torch.zeros(3, 32, 32), 1), classes=10).measure(24) == told
         finally:
-            worker_measure_rehearsal.REHEARSED = kept
+            worker_measure_rehearsal.REFERENCE_SAMPLES = kept
 
 
 def test_sizes_grow_with_every_power_of_the_batch():
-    numbers = worker_measure_rehearsal.REHEARSED
+    numbers = worker_measure_rehearsal.REFERENCE_SAMPLES
     recording = Recording(
         early=1, held=1, events=(), sizes=(numbers, 12 * numbers, 4 * numbers**2, 40), small=range(2, 3)
     )
@@ -433,7 +437,7 @@ COUNTED = {
 def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
     job = worker_jobs.spec(model={"args": {"norm": True}}, **COUNTED[name])
     subject = worker_jobs.trainer(job, alone, batch=32)
-    list(islice(worker_train_loop.steps(subject), 2))
+    list(islice(worker_train_loop.run_steps(subject), 2))
     real = worker_measure_meter.split_memory(
         subject.parallel.module,
         subject.base,
@@ -443,14 +447,14 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
         reserved=10**9,
         accumulate=job.train.accumulate,
     )
-    told = rehearse(job, subject.datasets.train[(0, 0)], classes=3).measure(32 // job.train.accumulate)
+    told = build_fake_step(job, subject.datasets.train[(0, 0)], classes=3).measure(32 // job.train.accumulate)
     for part in ("parameters", "gradients", "optimizer", "factors", "batch"):
         assert getattr(told, part) == getattr(real, part), part
 
 
 @pytest.mark.torch
 def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two_ranks: Path):
-    views = buffers.buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
+    views = buffers.ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
     expected = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
     for found in facts(two_ranks, "buckets"):
         assert found["reduced"] == found["reduced again"]

@@ -10,7 +10,7 @@ import torch
 
 from tula_cli.run.records.probes import GpuState
 from tula_cli.worker.measure import gpu_states
-from tula_cli.worker.measure.gpu_states import GpuStates
+from tula_cli.worker.measure.gpu_states import GpuStateRecorder
 from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
@@ -68,12 +68,12 @@ def states(
 ) -> tuple[GpuState, GpuState] | None:
     """Return what some looks tell on a rank with such an NVML."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
-    monkeypatch.setattr(gpu_states, "gpu_id", lambda: UUID)
+    monkeypatch.setattr(gpu_states, "gpu_uuid", lambda: UUID)
     monkeypatch.setattr(Group, "others", others)
-    found = GpuStates(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
+    found = GpuStateRecorder(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
     for _ in range(looks):
-        found.look()
-    return found.ends()
+        found.sample()
+    return found.first_and_last()
 
 
 def test_the_first_look_and_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +98,9 @@ def test_what_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch, nvml: Modu
 
 
 def test_a_cpu_has_no_such_state(alone: Ranks) -> None:
-    found = GpuStates(alone)
-    found.look()
-    assert found.ends() is None
+    found = GpuStateRecorder(alone)
+    found.sample()
+    assert found.first_and_last() is None
 
 
 def test_the_bits_are_those_of_the_package() -> None:

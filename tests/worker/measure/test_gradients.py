@@ -11,7 +11,7 @@ from worker_jobs import gradient, probe_task, spec, trainer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, halves
+from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, half_batch_norms
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -29,13 +29,13 @@ def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     spy, expected = GradientNormRecorder.attach(subject), []
     subject.after_backward = lambda: expected.append(float(gradient(subject).square().sum()))
-    list(spy.watch(islice(worker_train_loop.steps(subject), 2), subject.scaler))
+    list(spy.watch(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
     assert spy.pairs() == [pytest.approx((norm, norm), rel=1e-5) for norm in expected]
 
 
 def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    spy, steps = GradientNormRecorder.attach(subject), worker_train_loop.steps(subject)
+    spy, steps = GradientNormRecorder.attach(subject), worker_train_loop.run_steps(subject)
     for _ in islice(steps, 2):
         pass
     assert len(list(spy.watch(islice(steps, 3), subject.scaler))) == 3
@@ -46,8 +46,8 @@ def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -> None:
     subject = trainer(spec(train={"precision": precision}, model={"args": {"norm": True}}), alone)
-    next(worker_train_loop.steps(subject))
-    seen = halves(subject)
+    next(worker_train_loop.run_steps(subject))
+    seen = half_batch_norms(subject)
     inputs, targets = subject.last_batch or pytest.fail("a step leaves its batch")
     parts = []
     for part in (slice(0, 8), slice(8, 16)):
@@ -81,7 +81,7 @@ def test_the_hook_keeps_nothing_of_the_trainer_alive(alone: Ranks, tmp_path: Pat
 
     subject = trainer(spec(), alone)
     spy = GradientNormRecorder.attach(subject)
-    list(spy.watch(islice(worker_train_loop.steps(subject), 2), subject.scaler))
+    list(spy.watch(islice(worker_train_loop.run_steps(subject), 2), subject.scaler))
     model = weakref.ref(subject.parallel.module)
     assert isinstance(model(), torch.nn.Module)
     del subject

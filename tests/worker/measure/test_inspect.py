@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tula_cli.cluster import inspection
-from tula_cli.cluster.inspection import NotInspected, inspect, not_started, understood
+from tula_cli.cluster.inspection import NotInspectable, inspect, interpreter_failed, parse_inspection
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.host import processes
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec
-from tula_cli.worker.measure.inspect import answer, inspect_job
+from tula_cli.worker.measure.inspect import inspect_job, inspect_json
 
 ROOT = Path(__file__).parents[3]
 
@@ -239,7 +239,7 @@ def test_adam_is_fine_without_gradient_scaling():
 def test_failing_code_of_the_user_is_a_failed_job_with_its_traceback(user_code, code, words, request):
     module = f"fails_{abs(hash(request.node.name))}"
     user_code(module, code)
-    found = answer(spec(model={"name": f"{module}:build"}).model_dump_json())["error"]
+    found = inspect_json(spec(model={"name": f"{module}:build"}).model_dump_json())["error"]
     assert found["class"] == "JobFailed"
     with pytest.raises(JobFailed, match=words):
         raise JobFailed(found["message"])
@@ -259,7 +259,7 @@ def test_failing_dataset_of_the_user_is_a_failed_job(user_code):
 
 
 def test_spec_errors_keep_their_hint():
-    found = answer(spec(model={"name": "resnet51"}).model_dump_json())["error"]
+    found = inspect_json(spec(model={"name": "resnet51"}).model_dump_json())["error"]
     assert (found["class"], found["message"]) == ("SpecError", "unknown model 'resnet51'")
     assert "resnet50" in found["hint"]
 
@@ -298,15 +298,15 @@ def test_launch_raises_the_error_of_the_inspection():
 
 def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_ends_the_process():
     elsewhere = {"kind": "slurm", "slurm": {"python": "/nosuch/python"}}
-    with pytest.raises(NotInspected, match=r"/nosuch/python cannot build .*No such file") as error:
+    with pytest.raises(NotInspectable, match=r"/nosuch/python cannot build .*No such file") as error:
         inspect(spec(cluster=elsewhere))
     assert "pip install 'tula-cli[torch]'" in error.value.hint
     assert error.value.hint.startswith("run tula profile job.yaml: its first job builds them on a node")
-    assert "tula profile" not in not_started("python", "").hint, "as it was on the node already"
+    assert "tula profile" not in interpreter_failed("python", "").hint, "as it was on the node already"
     said = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
-    assert not_started("python", said).message.endswith("No module named 'torch'")
+    assert interpreter_failed("python", said).message.endswith("No module named 'torch'")
     with pytest.raises(JobFailed, match="ended before its answer: Segmentation fault"):
-        understood("begun\n", "Segmentation fault")
+        parse_inspection("begun\n", "Segmentation fault")
 
 
 # how an inspection ends that exceeds a limit of its machine: exit code, what it said, and the limit
@@ -357,7 +357,7 @@ def test_a_limit_of_the_machine_is_named_with_what_to_do(code, said, name, sign,
     stdout = "begun\n" if begun else ""
     done = subprocess.CompletedProcess([], code, stdout, said)
     monkeypatch.setattr(inspection, "run_command", lambda *_, **__: done)
-    with pytest.raises(NotInspected) as error:
+    with pytest.raises(NotInspectable) as error:
         inspect(spec(cluster={"kind": kind, "device": "cpu"} if kind == "local" else {"kind": kind}))
     assert f"the limit of {name} was exceeded" in error.value.message and sign in error.value.message
     assert "pip install" not in error.value.hint and "raise the limit" in error.value.hint
@@ -385,7 +385,7 @@ def test_every_unknown_name_is_told_at_once():
             "train": {"epochs": 1},
         }
     )
-    error = answer(spec.model_dump_json())["error"]
+    error = inspect_json(spec.model_dump_json())["error"]
     paths = [problem["path"] for problem in error["problems"]]
     assert paths == ["model.name", "dataset.name", "transforms.train", "loss", "optimizer"]
     assert "resnet18" in error["problems"][0]["hint"]

@@ -16,11 +16,11 @@ from worker_rank_cases import facts
 from tula_cli.host.outcome import classify
 from tula_cli.host.processor import processor_name
 from tula_cli.worker import device, environment
-from tula_cli.worker.device import process_memory
+from tula_cli.worker.device import read_process_memory
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.watching.sync_spy import SyncSpy
+from tula_cli.worker.train.watching.sync_spy import SynchronisationTimer
 
 MB = 2**20
 
@@ -52,11 +52,11 @@ def test_the_cpu_never_flushes_a_cache() -> None:
 def test_libraries_are_what_the_process_held_or_what_its_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = device.MemoryMeter(torch.device("cpu"))
     memory.reset()
-    assert memory.libraries(None) == memory.base > 50 * MB
-    held, capacity = process_memory("VmData"), 100 * MB
+    assert memory.library_bytes(None) == memory.base > 50 * MB
+    held, capacity = read_process_memory("VmData"), 100 * MB
     limited_at = held - 30 * MB  # the libraries have taken 30 MB since the limit was set
     monkeypatch.setattr(device.resource, "getrlimit", lambda _: (limited_at + capacity, -1))
-    assert memory.libraries(capacity) == pytest.approx(30 * MB, abs=5 * MB)
+    assert memory.library_bytes(capacity) == pytest.approx(30 * MB, abs=5 * MB)
 
 
 def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
@@ -77,8 +77,8 @@ def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
 
 
 def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
-    assert worker_measure_meter.capacity(alone, 5 * MB) == 5 * MB
-    assert worker_measure_meter.capacity(alone, None) is None
+    assert worker_measure_meter.memory_capacity(alone, 5 * MB) == 5 * MB
+    assert worker_measure_meter.memory_capacity(alone, None) is None
 
 
 # --- the limit
@@ -98,9 +98,9 @@ def test_what_was_held_before_or_is_freed_does_not_count(two_ranks: Path) -> Non
 
 
 def test_an_unknown_field_of_the_process_is_told() -> None:
-    assert process_memory("VmRSS") > MB
+    assert read_process_memory("VmRSS") > MB
     with pytest.raises(AssertionError, match="VmNone"):
-        process_memory("VmNone")
+        read_process_memory("VmNone")
 
 
 # --- gradients, synchronisation, surroundings
@@ -108,9 +108,9 @@ def test_an_unknown_field_of_the_process_is_told() -> None:
 
 def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    with SyncSpy(subject.clock, subject.parallel) as spy:
+    with SynchronisationTimer(subject.clock, subject.parallel) as spy:
         subject.after_backward = spy.reduced
-        steps = list(islice(worker_train_loop.steps(subject), 5))
+        steps = list(islice(worker_train_loop.run_steps(subject), 5))
     assert len(spy.exposed) == 5
     assert 0 < spy.median() < max(subject.clock.seconds(step.start, step.end) for step in steps)
     assert not any(p._backward_hooks for p in subject.parallel.parameters())
@@ -121,14 +121,14 @@ def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
     before = torch.cat([p.detach().flatten() for p in subject.parallel.parameters()])
     norms: list[float] = []
     subject.after_backward = lambda: norms.append(float(gradient(subject).square().sum()))
-    list(islice(worker_train_loop.steps(subject), 3))
+    list(islice(worker_train_loop.run_steps(subject), 3))
     assert torch.equal(torch.cat([p.detach().flatten() for p in subject.parallel.parameters()]), before)
     assert len(norms) == 3
     assert all(norm > 0 for norm in norms)
 
 
 def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
-    found = environment.environment(alone)
+    found = environment.describe_environment(alone)
     assert found.hosts == (os.uname().nodename,)
     assert (found.device, found.backend) == ("cpu", "gloo")
     assert found.hardware == processor_name() != ""
@@ -155,7 +155,7 @@ def test_every_rank_tells_its_hardware_and_driver(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(platform, "node", lambda: "n1")
     monkeypatch.setattr(environment, "processor_name", lambda: "A100")
     others = (("n1", "A100", ""), ("n2", "A100", "550"), ("n2", "V100", "550"))
-    found = environment.environment(Told(0, 4, 0, torch.device("cpu"), others=others))
+    found = environment.describe_environment(Told(0, 4, 0, torch.device("cpu"), others=others))
     assert [(node.name, node.ranks, node.hardware, node.driver) for node in found.nodes] == [
         ("n1", 2, ("A100",), ""), ("n2", 2, ("A100", "V100"), "550"),
     ]  # fmt: skip
@@ -175,13 +175,13 @@ def test_only_listed_variables_are_recorded_and_no_secret() -> None:
         "AWS_SECRET_ACCESS_KEY": "x", "PATH": "x", "HF_TOKEN": "x", "SLURM_JWT": "x", "SLURM_EXPORT_ENV": "ALL,TOKEN=x", "MY_NCCL_": "x",
         "WANDB_API_KEY": "x", "SLURM_DB_PASSWORD": "x", "NCCL_PROXY_TOKEN": "x", "OMP_TOOL_LIBRARIES": "https://me:x@example.org/a",
     }  # fmt: skip
-    assert environment.recorded({**secret, **kept}) == kept
+    assert environment.recorded_variables({**secret, **kept}) == kept
 
 
 def test_more_ranks_than_cores_are_told(alone: Ranks) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert not environment.oversubscribed(alone, ranks_here=cores)
-    assert environment.oversubscribed(alone, ranks_here=cores + 1)
+    assert not environment.is_oversubscribed(alone, ranks_here=cores)
+    assert environment.is_oversubscribed(alone, ranks_here=cores + 1)
 
 
 @pytest.mark.parametrize(("capacity", "share"), [(16, 14 / 80), (2, 0.0), (1000, 1.0)])
@@ -207,6 +207,6 @@ def test_ranks_that_see_one_gpu_each_share_none(
         def gather(self, text: str) -> list[str]:
             return [text, *(json.dumps([node, gpu]) for gpu in others)]
 
-    monkeypatch.setattr(environment, "gpu_id", lambda: "a")
+    monkeypatch.setattr(environment, "gpu_uuid", lambda: "a")
     ranks = Four(rank=0, world=4, local_rank=0, device=torch.device("cuda", 0))
-    assert environment.oversubscribed(ranks, ranks_here=4) == shared
+    assert environment.is_oversubscribed(ranks, ranks_here=4) == shared

@@ -81,9 +81,9 @@ def test_a_clock_that_is_ahead_is_seen(report: ClusterReport) -> None:
 
 def test_transfers_grow_until_one_takes_long(report: ClusterReport) -> None:
     sizes = tuple(transfer.size for transfer in report.transfers)
-    assert sizes == node_report.SIZES[: len(sizes)]
+    assert sizes == node_report.TRANSFER_SIZES[: len(sizes)]
     assert all(transfer.seconds > 0 for transfer in report.transfers)
-    assert all(transfer.seconds <= node_report.ENOUGH for transfer in report.transfers[:-1])
+    assert all(transfer.seconds <= node_report.LONG_TRANSFER_SECONDS for transfer in report.transfers[:-1])
     assert report.transfers[-1].speed < 1e12, "two take part; one alone would not have to send anything"
     assert report.latency is not None and 0 < report.latency < 1
     assert (report.inside, report.network_error) == ((), "")
@@ -100,8 +100,8 @@ def test_each_rank_has_signed_in(run: RunDir) -> None:
 
 
 def test_the_first_transfer_that_takes_long_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_report, "_transfer", lambda size, *_: Transfer(size=size, seconds=size / 2**22))
-    found = list(node_report._transfers(None, torch.device("cpu")))  # type: ignore[arg-type]
+    monkeypatch.setattr(node_report, "_measure_transfer", lambda size, *_: Transfer(size=size, seconds=size / 2**22))
+    found = list(node_report._measure_transfers(None, torch.device("cpu")))  # type: ignore[arg-type]
     assert [transfer.size for transfer in found] == [2**16, 2**18, 2**20]
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "0")
     run = RunDir.create(tmp_path, spec())
     (run.path / "checks").touch()
-    assert "cannot write" in node_report._sign_in(check_task(tmp_path), run)
+    assert "cannot write" in node_report._write_own_file(check_task(tmp_path), run)
 
 
 def test_ranks_of_a_node_are_one_report() -> None:
@@ -146,8 +146,8 @@ def test_what_breaks_a_network_is_told_and_no_rank_waits_for_another(
 
     for name in nccl.SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(node_report, "_group", broken)
-    found = node_report._network(alone, [0], backend="nccl", device=torch.device("cpu"))
+    monkeypatch.setattr(node_report, "_make_group", broken)
+    found = node_report._measure_network(alone, [0], backend="nccl", device=torch.device("cpu"))
     assert found == {
         "network_error": "NCCL error: unhandled system error; Call to ibv_create_cq failed with error Cannot allocate memory"
     }
@@ -158,12 +158,12 @@ def test_two_gpus_of_a_node_are_looked_at_as_well(alone: Ranks, monkeypatch: pyt
     pairs = []
     four = replace(alone, world=4)
     monkeypatch.setattr(Ranks, "gather", lambda ranks, text: [text] * ranks.world)
-    monkeypatch.setattr(node_report, "_group", lambda members, *, backend: "group")
-    monkeypatch.setattr(node_report, "_latency", lambda group, device: 1e-5)
-    monkeypatch.setattr(node_report, "_between", lambda pair, **_: pairs.append(tuple(pair)) or [pair])
-    found = node_report._network(four, [0, 2], backend="nccl", device=torch.device("cpu"))
+    monkeypatch.setattr(node_report, "_make_group", lambda members, *, backend: "group")
+    monkeypatch.setattr(node_report, "_measure_latency", lambda group, device: 1e-5)
+    monkeypatch.setattr(node_report, "_measure_pair", lambda pair, **_: pairs.append(tuple(pair)) or [pair])
+    found = node_report._measure_network(four, [0, 2], backend="nccl", device=torch.device("cpu"))
     assert pairs == [(0, 2), (0, 1)] and set(found) == {"latency", "transfers", "inside"}
-    assert set(node_report._network(four, [0, 2], backend="gloo", device=torch.device("cpu"))) == {
+    assert set(node_report._measure_network(four, [0, 2], backend="gloo", device=torch.device("cpu"))) == {
         "latency",
         "transfers",
     }
@@ -171,10 +171,10 @@ def test_two_gpus_of_a_node_are_looked_at_as_well(alone: Ranks, monkeypatch: pyt
 
 def test_a_gpu_for_each_rank() -> None:
     first, second = replace(VIEW, own="a"), replace(VIEW, own="b")
-    assert node_report.own_gpus([first, second])
-    assert node_report.own_gpus([first, replace(first, host="node2")])
-    assert not node_report.own_gpus([first, first])
-    assert not node_report.own_gpus([first, replace(VIEW, host="node2")])
+    assert node_report.has_gpu_per_rank([first, second])
+    assert node_report.has_gpu_per_rank([first, replace(first, host="node2")])
+    assert not node_report.has_gpu_per_rank([first, first])
+    assert not node_report.has_gpu_per_rank([first, replace(VIEW, host="node2")])
 
 
 def test_a_view_goes_through_text() -> None:
@@ -197,12 +197,12 @@ def test_the_gpu_driver_is_the_kernels(tmp_path: Path) -> None:
 
 def test_a_dataset_without_a_folder_is_not_looked_for(tmp_path: Path) -> None:
     for name in ("digits", "FakeData", "mine:dataset"):
-        assert node_report.dataset_there(spec(dataset={"name": name})) is None
-    assert node_report.dataset_there(spec(dataset={"name": "CIFAR10", "root": str(tmp_path)})) is True
-    assert node_report.dataset_there(spec(dataset={"name": "CIFAR10", "root": str(tmp_path / "none")})) is False
+        assert node_report.is_dataset_readable(spec(dataset={"name": name})) is None
+    assert node_report.is_dataset_readable(spec(dataset={"name": "CIFAR10", "root": str(tmp_path)})) is True
+    assert node_report.is_dataset_readable(spec(dataset={"name": "CIFAR10", "root": str(tmp_path / "none")})) is False
 
 
 def test_repeats_are_timed_one_by_one() -> None:
-    times = node_report._times(lambda: time.sleep(0.01), 3, torch.device("cpu"))
+    times = node_report._time_calls(lambda: time.sleep(0.01), 3, torch.device("cpu"))
     assert len(times) == 3
     assert min(times) >= 0.01

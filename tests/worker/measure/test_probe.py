@@ -106,8 +106,8 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
         train={"method": "ags", "precision": "fp16", "reference_batch": 16},
         search={"warmup_steps": 24, "max_seconds": 60},
     )
-    trainer = worker_measure_probe._trainer(probe_task(job, 64), alone, build_datasets(job), local_batch=64)
-    worker_measure_probe._warm_up(trainer, worker_measure_probe.endless(trainer))
+    trainer = worker_measure_probe._build_trainer(probe_task(job, 64), alone, build_datasets(job), local_batch=64)
+    worker_measure_probe._warm_up(trainer, worker_measure_probe.endless_steps(trainer))
     assert trainer.scaler.get_scale() < 2.0**29 and trainer.ags is not None and trainer.ags.factors.ready
 
 

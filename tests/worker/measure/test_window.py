@@ -17,8 +17,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.spec.parts.of_search import Search
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.measure.looks import looks
-from tula_cli.worker.measure.probe import Blocks, run_probes
-from tula_cli.worker.measure.window import steps_to_look, steps_to_time, steps_to_warm_up
+from tula_cli.worker.measure.probe import StepBlocks, run_probes
+from tula_cli.worker.measure.window import count_steps_for_median, count_steps_to_time, count_warm_up_steps
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -53,13 +53,13 @@ def noisy(seconds: float, share: float) -> Iterator[float]:
     ],
 )
 def test_steady_steps_are_timed_for_as_long_as_is_asked(seconds: float, search: dict[str, float], steps: int) -> None:
-    assert len(taken(steps_to_time, itertools.repeat(seconds), **search)) == pytest.approx(steps, abs=1)
+    assert len(taken(count_steps_to_time, itertools.repeat(seconds), **search)) == pytest.approx(steps, abs=1)
     assert Search.model_validate(search).timed_steps(seconds) == steps
 
 
 @pytest.mark.parametrize("share", [0.03, 0.1])
 def test_a_window_ends_when_its_mean_is_known(share: float) -> None:
-    times = taken(steps_to_time, noisy(1.0, share), min_seconds=0, max_seconds=10_000)
+    times = taken(count_steps_to_time, noisy(1.0, share), min_seconds=0, max_seconds=10_000)
     assert 0.8 * (share / 0.01) ** 2 < len(times) < 4 * (share / 0.01) ** 2 + 10
     assert sum(times) / len(times) == pytest.approx(1, abs=0.03)
 
@@ -69,7 +69,7 @@ def test_steps_that_never_settle_are_timed_for_the_most_seconds_at_few_looks() -
 
     def rule(times: list[float], search: Search) -> int:
         looks.append(len(times))
-        return steps_to_time(times, search)
+        return count_steps_to_time(times, search)
 
     times = taken(rule, (max(0.001, value) for value in draw), max_seconds=20)
     assert 20 <= sum(times) < 20.5 and len(looks) < 15
@@ -79,30 +79,30 @@ def test_steps_that_never_settle_are_timed_for_the_most_seconds_at_few_looks() -
 def test_a_look_at_a_time_takes_as_few_steps_as_the_timed_ones_are_steady(spread: float, steps: int) -> None:
     rng = random.Random(0)
     times = [1 + spread * rng.gauss(0, 1) for _ in range(40)]
-    assert steps_to_look(times, Search()) == steps
-    assert steps_to_look(times[:4], Search()) == 10, "four tell nothing"
+    assert count_steps_for_median(times, Search()) == steps
+    assert count_steps_for_median(times[:4], Search()) == 10, "four tell nothing"
 
 
 def test_a_warm_up_lasts_until_steps_are_alike() -> None:
-    assert len(taken(steps_to_warm_up, itertools.repeat(0.1))) == 8  # with the first two as many as the setting
-    assert len(taken(steps_to_warm_up, itertools.repeat(0.1), warmup_steps=30)) == 28
+    assert len(taken(count_warm_up_steps, itertools.repeat(0.1))) == 8  # with the first two as many as the setting
+    assert len(taken(count_warm_up_steps, itertools.repeat(0.1), warmup_steps=30)) == 28
     autotuning = itertools.chain([0.5] * 6, itertools.repeat(0.1))
-    assert 13 <= len(taken(steps_to_warm_up, autotuning)) <= 18
+    assert 13 <= len(taken(count_warm_up_steps, autotuning)) <= 18
 
 
 def test_a_warm_up_uses_up_what_the_loader_has_made_ahead() -> None:
     queue = itertools.chain([0.01] * 16, itertools.repeat(0.1))
-    assert 21 <= len(taken(partial(steps_to_warm_up, ahead=16), queue)) <= 26
+    assert 21 <= len(taken(partial(count_warm_up_steps, prefetched=16), queue)) <= 26
 
 
 def test_a_step_that_stalls_does_not_prolong_a_warm_up() -> None:
-    assert len(taken(steps_to_warm_up, itertools.chain([0.1, 0.1, 9.0], itertools.repeat(0.1)))) == 8
+    assert len(taken(count_warm_up_steps, itertools.chain([0.1, 0.1, 9.0], itertools.repeat(0.1)))) == 8
 
 
 def test_a_warm_up_ends_where_steps_are_never_alike() -> None:
     slower = (1.2**number for number in itertools.count())
-    assert 60 <= sum(taken(steps_to_warm_up, slower)) < 60 * 1.2**5
-    assert len(taken(steps_to_warm_up, itertools.repeat(100.0))) == 5
+    assert 60 <= sum(taken(count_warm_up_steps, slower)) < 60 * 1.2**5
+    assert len(taken(count_warm_up_steps, itertools.repeat(100.0))) == 5
 
 
 # --- the blocks
@@ -110,8 +110,8 @@ def test_a_warm_up_ends_where_steps_are_never_alike() -> None:
 
 def test_blocks_are_timed_apart_from_what_is_between_them(alone: Ranks) -> None:
     subject, at_work = trainer(spec(), alone), []
-    blocks = Blocks(subject, lambda times: [3, 2, 0][sum(map(len, at_work))], at_work=lambda: at_work.append("x"))
-    blocks.take(worker_train_loop.steps(subject))
+    blocks = StepBlocks(subject, lambda times: [3, 2, 0][sum(map(len, at_work))], at_work=lambda: at_work.append("x"))
+    blocks.run(worker_train_loop.run_steps(subject))
     assert len(blocks.steps) == len(blocks.waits) == 5 and len(at_work) == 2
     assert all(0 <= wait < step for wait, step in zip(blocks.waits, blocks.steps, strict=True))
 
@@ -146,7 +146,7 @@ def test_a_timed_step_is_the_trainings_own(
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
     before = 2 + 7  # the job's first steps, and the warm-up
     timed, counts[:] = counts[before : before + 5], []
-    list(worker_train_loop.steps(trainer(task.spec, alone)))
+    list(worker_train_loop.run_steps(trainer(task.spec, alone)))
     of_training = {count for count, _, refreshed in counts[2:] if not refreshed}
     assert {count for count, _, _ in timed} <= of_training  # one more where the data begins anew
     assert {rate for _, rate, _ in timed} == {0.0}
@@ -154,10 +154,10 @@ def test_a_timed_step_is_the_trainings_own(
 
 def test_the_weights_are_those_that_the_warm_up_has_left(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    steps = worker_train_loop.steps(subject)
+    steps = worker_train_loop.run_steps(subject)
     next(steps)
     before = weights(subject)
-    with looks.standing_still(subject):
+    with looks.zero_learning_rate(subject):
         list(itertools.islice(steps, 3))
         assert all(torch.equal(value, before[name]) for name, value in weights(subject).items())
     next(steps)
@@ -182,22 +182,22 @@ def test_the_loader_is_timed_by_the_samples_of_a_step(alone: Ranks, monkeypatch:
         return give(dataset, key)
 
     subject = trainer(spec(train={"accumulate": 2}), alone, datasets=data)
-    next(worker_train_loop.steps(subject))
+    next(worker_train_loop.run_steps(subject))
     monkeypatch.setattr(type(data.train), "__getitem__", give_slowly)
     monkeypatch.setattr(looks, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert looks.loader(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
+    assert looks.loader_time(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
     short = spec(train={"accumulate": 2}, search={"max_seconds": 3, "min_seconds": 0})
     subject.spec, clock.now = short, 0.0
-    assert looks.loader(subject)[0] == pytest.approx(8.0)
+    assert looks.loader_time(subject)[0] == pytest.approx(8.0)
     assert clock.now == 8.0, "the first, and one beyond the most seconds"
 
 
 def test_cached_steps_ask_for_no_data(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = trainer(spec(train={"accumulate": 2}), alone)
-    next(worker_train_loop.steps(subject))
+    next(worker_train_loop.run_steps(subject))
     position, batch = subject.position, subject.last_batch
     monkeypatch.setattr(type(subject.datasets.train), "__getitem__", lambda *_: pytest.fail("data was asked for"))
-    steps = list(itertools.islice(worker_train_loop.cached(subject), 3))
+    steps = list(itertools.islice(worker_train_loop.cached_steps(subject), 3))
     assert all(math.isfinite(float(step.loss)) for step in steps)
     assert batch is not None and subject.last_batch is not None
     assert subject.position == position and subject.last_batch[0] is batch[0], "no copy is held beside it"

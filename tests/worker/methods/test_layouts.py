@@ -37,7 +37,7 @@ def trained(case: str, ranks: Ranks, *, channels_last: bool) -> Trainer:
     subject = trainer(job(case, channels_last=channels_last), ranks)
     if subject.ags:
         subject.ags.start_epoch(2)  # factors are there after two steps
-    list(islice(worker_train_loop.steps(subject), STEPS))
+    list(islice(worker_train_loop.run_steps(subject), STEPS))
     return subject
 
 
@@ -58,14 +58,14 @@ def test_every_method_learns_the_same_in_either_layout(case: str, alone: Ranks) 
 @pytest.mark.parametrize("case", ["ags", "lbt", "schedule_free"])
 def test_a_training_goes_on_in_the_other_layout(case: str, before: bool, alone: Ranks, run: RunDir) -> None:
     first = trained(case, alone, channels_last=before)
-    path = checkpoint.save(run, "5" * 8, first, best={}, is_best=False)
+    path = checkpoint.save_checkpoint(run, "5" * 8, first, best={}, is_best=False)
     subject = trainer(job(case, channels_last=not before), alone)
-    checkpoint.restore(subject, torch.load(path, weights_only=True))
+    checkpoint.restore_checkpoint(subject, torch.load(path, weights_only=True))
     assert not otherwise_laid(subject)
     for one, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
         assert torch.equal(one, other)
     for going in (first, subject):
-        next(worker_train_loop.steps(going))
+        next(worker_train_loop.run_steps(going))
     assert turned(subject) != turned(first)
     for one, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
@@ -83,7 +83,7 @@ def test_images_are_laid_like_the_weights_and_other_inputs_are_not(alone: Ranks)
 
 def test_other_dimensions_than_four_stay_as_they_are() -> None:
     model = nn.Sequential(nn.Conv3d(2, 3, 3), nn.Conv2d(2, 3, 3), nn.Linear(3, 3))
-    device.lay_channels_last(model)
+    device.to_channels_last(model)
     assert [p.is_contiguous() for p in model.parameters()] == [True, True, False, True, True, True]
 
 
@@ -119,7 +119,7 @@ def test_auto_takes_channels_last_where_tensor_cores_multiply_convolutions(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert device.wants_channels_last(Train(epochs=1, **asked), model, torch.device(where)) is expected
+    assert device.should_use_channels_last(Train(epochs=1, **asked), model, torch.device(where)) is expected
 
 
 # --- what factors are made of

@@ -24,10 +24,10 @@ from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.ghost import GhostBatchNorm
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
-from tula_cli.worker.methods.scaling import excluded
+from tula_cli.worker.methods.scaling import excluded_parameters
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.sizes.dividing import check_ghosts
+from tula_cli.worker.train.sizes.dividing import check_ghost_batches
 
 ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
 METHODS: dict[str, dict[str, Any]] = {
@@ -176,10 +176,10 @@ def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
     assert isinstance(subject.optimizer, AdaScale)
     keep = subject.optimizer.observe
     subject.optimizer.observe = lambda square, samples: (seen.append((float(square), samples)), keep(square, samples))[1]  # type: ignore[method-assign]  # fmt: skip
-    next(worker_train_loop.steps(subject))
+    next(worker_train_loop.run_steps(subject))
     half = trainer(spec(**still, train={"method": "lbt"}), alone, batch=8)
     half.after_backward = lambda: None
-    next(worker_train_loop.steps(half))
+    next(worker_train_loop.run_steps(half))
     assert half.last_batch is not None
     inputs, targets = half.last_batch
     loss = half.loss(half.parallel.module(inputs), targets)
@@ -227,10 +227,10 @@ def test_a_small_batch_that_leaves_one_sample_to_a_ghost_batch_is_refused(
 def test_on_several_gpus_it_is_the_share_of_one_that_counts() -> None:
     ghost = {"method": "ags", "ghost_batch": 4, "reference_batch": 5}
     robust, halved = spec(train=ghost, ags={"preset": "robust"}), {**ghost, "accumulate": 2}
-    check_ghosts(robust, 32, world=2)  # takes no small batch
-    check_ghosts(spec(train=halved, ags={"b_small": 12}), 32, world=2)  # 6 and 6
+    check_ghost_batches(robust, 32, world=2)  # takes no small batch
+    check_ghost_batches(spec(train=halved, ags={"b_small": 12}), 32, world=2)  # 6 and 6
     with pytest.raises(SpecError, match="leaves 1 sample over of the 5"):
-        check_ghosts(spec(train=halved, ags={"b_small": 10}), 32, world=2)  # 5 and 5
+        check_ghost_batches(spec(train=halved, ags={"b_small": 10}), 32, world=2)  # 5 and 5
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_the_identity_is_told_by_the_training_alone(alone: Ranks, run: RunDir) -
 
 def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> None:
     polo = trainer(spec(**job("polo")), alone)
-    for _ in worker_train_loop.steps(polo):
+    for _ in worker_train_loop.run_steps(polo):
         pass
     sections = job("polo", schedule={"warmup_epochs": warmup_epochs(polo.spec)})
     sections["train"] |= {"method": "lbt"}
@@ -301,7 +301,7 @@ def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
 
     def left_out(**ags: Any) -> set[str]:
-        return {names[parameter] for parameter in excluded(model, Ags(**ags))}
+        return {names[parameter] for parameter in excluded_parameters(model, Ags(**ags))}
 
     embeddings = {"words.weight", "inner.0.weight"}
     assert left_out() == left_out(exclude=["embeddings"]) == embeddings

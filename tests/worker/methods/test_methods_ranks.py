@@ -92,8 +92,8 @@ def test_adascales_gain_is_that_of_the_ranks_own_gradients(found: Found, how: st
 
 def test_schedule_frees_averages_are_those_of_one_rank(found: Found, alone: Ranks) -> None:
     one = trainer(spec(**FREE), alone)
-    list(worker_train_loop.steps(one))
-    expected = torch.cat([p.flatten() for p in checkpoint.state(one, best={})["model"].values()]).tolist()
+    list(worker_train_loop.run_steps(one))
+    expected = torch.cat([p.flatten() for p in checkpoint.checkpoint_state(one, best={})["model"].values()]).tolist()
     for rank in found.of("free"):
         assert rank["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -113,7 +113,7 @@ def test_schedule_free_goes_on_from_where_it_was_broken_off_to_the_same_weights(
 @pytest.mark.parametrize("name", GROWN)
 def test_a_batch_that_grows_is_resumed_around_its_change(found: Found, alone: Ranks, name: str) -> None:
     one = trainer(of_grown(name), alone)
-    list(worker_train_loop.steps(one))
+    list(worker_train_loop.run_steps(one))
     expected = torch.cat([value.flatten() for value in one.parallel.module.state_dict().values()]).tolist()
     for rank in found.of("grown"):
         assert rank[name]["starts"] == 2

@@ -36,25 +36,25 @@ def test_it_takes_the_place_of_sgd_and_of_adamw_and_learns(
 
 def test_the_averaged_weights_are_evaluated_and_saved_and_no_step_changes(alone: Ranks) -> None:
     subject = trainer(spec(train=FREE), alone)
-    stream = worker_train_loop.steps(subject)
+    stream = worker_train_loop.run_steps(subject)
     for _ in range(5):
         next(stream)
     before = weights(subject)
     with subject.method.evaluating(subject):
         averaged = weights(subject)
     assert not same(averaged, before)
-    state = checkpoint.state(subject, best={})
+    state = checkpoint.checkpoint_state(subject, best={})
     assert same(state["model"], averaged)
     assert same(weights(subject), before)
     fresh = trainer(spec(train=FREE), alone)
-    checkpoint.restore(fresh, state)
+    checkpoint.restore_checkpoint(fresh, state)
     assert same(weights(fresh), before)
     stream.close()
 
 
 def after_steps(ranks: Ranks, count: int, **changes: dict[str, Any]) -> worker_train_loop.Trainer:
     subject = trainer(spec(train=FREE, **changes), ranks)
-    for _ in itertools.islice(worker_train_loop.steps(subject), count):
+    for _ in itertools.islice(worker_train_loop.run_steps(subject), count):
         pass
     return subject
 
@@ -64,9 +64,9 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     before = weights(subject)
     with subject.method.evaluating(subject), torch.no_grad():
-        seen = [conv(images) for images, _ in itertools.islice(worker_train_loop.upcoming(subject), 4)]
+        seen = [conv(images) for images, _ in itertools.islice(worker_train_loop.upcoming_micro_batches(subject), 4)]
     random = torch.get_rng_state()
-    result = evaluation.Evaluator(subject).run()
+    result = evaluation.Evaluator(subject).evaluate()
     mean = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
     variance = torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0)
     torch.testing.assert_close(norm.running_mean, mean)
@@ -75,9 +75,9 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     assert norm.momentum == 0.1 and all(module.training for module in subject.parallel.modules())
     after = weights(subject)
     assert all(torch.equal(after[name], value) for name, value in before.items() if not name.startswith("1."))
-    again = evaluation.Evaluator(subject).run()
+    again = evaluation.Evaluator(subject).evaluate()
     assert again == result and same(weights(subject), after), "of the position alone"
-    saved = checkpoint.state(subject, best={})["model"]
+    saved = checkpoint.checkpoint_state(subject, best={})["model"]
     assert all(torch.equal(saved[name], value) for name, value in after.items() if "running" in name)
 
 
@@ -86,7 +86,7 @@ def test_statistics_of_the_steps_would_be_others(alone: Ranks) -> None:
     subject = after_steps(alone, 40, **NORM, **LARGE, optimizer={"lr": 1.0})
     norm = subject.parallel.module[1]
     stale = norm.running_var.clone()
-    evaluation.Evaluator(subject).run()
+    evaluation.Evaluator(subject).evaluate()
     assert float((stale / norm.running_var).log().abs().max()) > 0.05
 
 
@@ -106,11 +106,11 @@ class Counting(torch.nn.Module):
 def test_nothing_but_batchnorm_sees_those_batches(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = after_steps(alone, 2, **NORM, **LARGE)
     subject.parallel.module.append(counter := Counting())
-    evaluation.average_statistics(subject)
+    evaluation.average_batch_norm_statistics(subject)
     assert float(counter.passes) == 0
-    monkeypatch.setattr(worker_train_loop, "upcoming", lambda _: pytest.fail("there is no BatchNorm"))
-    evaluation.Evaluator(after_steps(alone, 2)).run()
-    evaluation.Evaluator(subject).run(max_batches=1)  # of which only the time is wanted
+    monkeypatch.setattr(worker_train_loop, "upcoming_micro_batches", lambda _: pytest.fail("there is no BatchNorm"))
+    evaluation.Evaluator(after_steps(alone, 2)).evaluate()
+    evaluation.Evaluator(subject).evaluate(max_batches=1)  # of which only the time is wanted
 
 
 def test_a_run_that_left_while_statistics_were_taken_goes_on_as_if_it_had_not(alone: Ranks, tmp_path: Path) -> None:

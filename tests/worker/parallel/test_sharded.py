@@ -24,7 +24,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.worker.build.finetune import initial_weights
-from tula_cli.worker.build.finetune.shares_reader import SharesPlanner, _Records
+from tula_cli.worker.build.finetune.shares_reader import SafeLoadPlanner, _MetadataUnpickler
 from tula_cli.worker.measure import footprint
 from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.parallel.sharded import fsdp_blocks
@@ -112,7 +112,7 @@ def test_one_rank_goes_on_from_what_two_have_saved(shares: Path, alone: Ranks) -
     subject = trainer(TRAIN.spec, alone)
     content = checkpoint.load_for_all(run, TRAIN.signature, alone)
     assert content is not None
-    best = checkpoint.restore(subject, content)
+    best = checkpoint.restore_checkpoint(subject, content)
     saved = torch.load(shares / "broken.pt")
     assert best["epoch"] == 3 or best["epoch"] == 2
     assert subject.position.samples == 288 and subject.position.epoch == 3
@@ -132,9 +132,9 @@ def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
 
     unused = spec(model={"name": "worker_jobs:WithUnused"}).model
     first, second = begun(), begun()
-    next(worker_train_loop.steps(first))
-    checkpoint.write_shares(tmp_path / "1.dcp", first, best={})
-    saved_shares.load(tmp_path / "1.dcp", second.parallel.module, second.base)
+    next(worker_train_loop.run_steps(first))
+    checkpoint.write_sharded(tmp_path / "1.dcp", first, best={})
+    saved_shares.load_sharded(tmp_path / "1.dcp", second.parallel.module, second.base)
     states = [
         {name: subject.base.state.get(p) for name, p in subject.parallel.module.named_parameters()}
         for subject in (first, second)
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) ->
     assert content is not None
     other = trainer(spec(train={"parallel": "fsdp"}), alone)
     with pytest.raises(TulaError, match="does not fit the model"):
-        checkpoint.restore(other, content)
+        checkpoint.restore_checkpoint(other, content)
 
 
 def test_a_probe_tells_compute_memory_and_noise_of_shares(shares: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_block_inside_another_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(16, 8, bias=False)))
     train = spec(train={"parallel": "fsdp", "fsdp_blocks": ["Linear", "Block"]}).train
     model[1].__class__ = type("Block", (nn.Sequential,), {})
-    told = footprint.shares_told(model, train)
+    told = footprint.describe_gathering(model, train)
     assert "3 blocks of at most 0.000488 MiB" in told and "and 0 MiB that stay" in told
 
 
@@ -206,11 +206,11 @@ def test_factors_of_elements_are_refused_on_shares(alone: Ranks) -> None:
 
 def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
     subject = trainer(shared_rank_cases.job("momentum", "fsdp"), alone)
-    stream = worker_train_loop.steps(subject)
+    stream = worker_train_loop.run_steps(subject)
     next(stream)
     before = whole(subject)
     subject.synchronise, subject.lr_factor = False, lambda _: 0.0
-    with subject.parallel.alone():  # type: ignore[union-attr]
+    with subject.parallel.without_communication():  # type: ignore[union-attr]
         next(stream)
     subject.synchronise = True
     after = whole(subject)
@@ -221,7 +221,7 @@ def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
 def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_path: Path) -> None:
     path = (RunDir(shares / "broken").training(TRAIN.signature).path / "last").resolve()
     saved = torch.load(shares / "broken.pt")
-    found = initial_weights.read(str(path))
+    found = initial_weights.read_weights(str(path))
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     job = spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
     assert with_weights("", job) != with_weights("", spec())
@@ -229,7 +229,7 @@ def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_p
     shutil.copytree(path, damaged)
     (damaged / ".metadata").write_bytes(b"x")
     with pytest.raises(SpecError, match=r"model.weights: .*000000000288\.dcp"):
-        initial_weights.read(str(damaged))
+        initial_weights.read_weights(str(damaged))
 
 
 class Planted:
@@ -248,10 +248,10 @@ class Attribute:
 def test_members_of_enumerations_are_all_that_getattr_gets() -> None:
     kind = metadata._MEM_FORMAT_ENCODING
     found = pickle.dumps(Attribute(kind, "TORCH_CONTIGUOUS_FORMAT"))
-    assert _Records(io.BytesIO(found)).load() is kind.TORCH_CONTIGUOUS_FORMAT
+    assert _MetadataUnpickler(io.BytesIO(found)).load() is kind.TORCH_CONTIGUOUS_FORMAT
     for other in (Attribute(metadata.Metadata, "__init__"), Attribute(kind, "__class__")):
         with pytest.raises((pickle.UnpicklingError, KeyError)):
-            _Records(io.BytesIO(pickle.dumps(other))).load()
+            _MetadataUnpickler(io.BytesIO(pickle.dumps(other))).load()
 
 
 def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,12 +260,12 @@ def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: p
     shutil.copytree(path, tmp_path / "foreign.dcp")
     (tmp_path / "foreign.dcp" / ".metadata").write_bytes(pickle.dumps(Planted()))
     with pytest.raises(SpecError, match=r"the metadata names pathlib\.Path"):
-        initial_weights.read("foreign.dcp")
+        initial_weights.read_weights("foreign.dcp")
     value = io.BytesIO()
     torch.save(Planted(), value)
     value.seek(0)
     with pytest.raises(pickle.UnpicklingError):
-        SharesPlanner().load_bytes(None, value)
+        SafeLoadPlanner().load_bytes(None, value)
     assert not (tmp_path / "planted").exists()
 
 
@@ -287,14 +287,14 @@ def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
     subject = trainer(TRAIN.spec, alone)
     place = tmp_path / "000000000016.dcp"
     with monkeypatch.context() as patched:
-        patched.setattr(saved_shares, "_sum", lambda _: -1)
+        patched.setattr(saved_shares, "_checksum", lambda _: -1)
         with pytest.raises(CannotWrite, match="cannot be read again"):
-            checkpoint.write_shares(place, subject, best={})
+            checkpoint.write_sharded(place, subject, best={})
     assert not place.exists()
-    checkpoint.write_shares(place, subject, best={})
-    assert saved_shares.is_whole(place, alone)
+    checkpoint.write_sharded(place, subject, best={})
+    assert saved_shares.is_complete(place, alone)
     (place / "sums.json").write_text("[1]")
-    assert not saved_shares.is_whole(place, alone)
+    assert not saved_shares.is_complete(place, alone)
 
 
 def test_a_full_disk_in_the_middle_of_a_share_is_told(
@@ -305,4 +305,4 @@ def test_a_full_disk_in_the_middle_of_a_share_is_told(
 
     monkeypatch.setattr(state_dict_saver, "save", full)
     with pytest.raises(CannotWrite, match="dcp: PytorchStreamWriter failed\n"):
-        checkpoint.write_shares(tmp_path / "000000000016.dcp", trainer(TRAIN.spec, alone), best={})
+        checkpoint.write_sharded(tmp_path / "000000000016.dcp", trainer(TRAIN.spec, alone), best={})

@@ -15,12 +15,12 @@ from tula_cli.run.directory import RunDir
 from tula_cli.worker import device
 from tula_cli.worker.build.batches.calling import ModelCall
 from tula_cli.worker.build.batches.tokens import TokenCounter, sequence_length
-from tula_cli.worker.build.batches.tree import cut, described, grown
+from tula_cli.worker.build.batches.tree import allocate_batch, describe_tree, slice_batch
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.measure.looks import looks
-from tula_cli.worker.measure.looks.gradients import halves
+from tula_cli.worker.measure.looks.gradients import half_batch_norms
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluator
@@ -58,12 +58,12 @@ def test_a_model_may_take_its_loss_or_the_whole_dictionary_by_itself(alone: Rank
 def test_evaluation_knows_classes_in_a_dictionary(alone: Ranks) -> None:
     job = tokens(train={"epochs": 8})
     subject = trainer(job, alone)
-    list(worker_train_loop.steps(subject))
-    found = Evaluator(subject).run()
+    list(worker_train_loop.run_steps(subject))
+    found = Evaluator(subject).evaluate()
     assert found.samples == 10 and found.top1 > 80
     own = trainer(tokens(model={"name": "token_jobs:WithLoss"}), alone)
     own.parallel.module.load_state_dict(subject.parallel.module.state_dict())
-    assert Evaluator(own).run() == found
+    assert Evaluator(own).evaluate() == found
 
 
 def test_a_language_model_is_told_by_its_perplexity(alone: Ranks, run: RunDir) -> None:
@@ -116,7 +116,7 @@ def test_padding_is_told_from_tokens_by_mask_and_labels(batch: Any, found: tuple
     counter = TokenCounter()
     counter.add(batch)
     counter.add(batch)
-    assert counter.of_a_sample() == found
+    assert counter.means_per_sample() == found
 
 
 def test_a_training_tells_tokens_a_second_without_their_padding(alone: Ranks, run: RunDir) -> None:
@@ -134,8 +134,8 @@ def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:
         train={"method": "ags", "epochs": 4},
     )
     subject = trainer(job, alone)
-    losses = [float(step.loss) for step in worker_train_loop.steps(subject)]
-    found = Evaluator(subject).run()
+    losses = [float(step.loss) for step in worker_train_loop.run_steps(subject)]
+    found = Evaluator(subject).evaluate()
     assert losses[-1] < losses[0] and found.loss == found.loss and found.top1 != found.top1
     assert math.isnan(found.perplexity), "nobody knows what a loss of the user's own means"
 
@@ -144,8 +144,8 @@ def test_halves_of_a_dictionary_are_those_of_the_plain_batch(alone: Ranks) -> No
     found = []
     for form in ("pair", "dict"):
         subject = trainer(tokens(**even(form)), alone)
-        next(worker_train_loop.steps(subject))
-        found.append(halves(subject))
+        next(worker_train_loop.run_steps(subject))
+        found.append(half_batch_norms(subject))
     assert found[0] == found[1] and found[0][0] > 0
 
 
@@ -217,41 +217,41 @@ class Anything(nn.Module):
     ],
 )
 def test_a_model_is_called_with_what_its_signature_takes(model: nn.Module, batch: Any, given: Any) -> None:
-    assert ModelCall.of(model, lambda *_: torch.zeros(())).outputs(model, batch) == given
+    assert ModelCall.of(model, lambda *_: torch.zeros(())).compute_outputs(model, batch) == given
 
 
 def test_a_missing_parameter_and_a_missing_target_are_named() -> None:
     call = ModelCall.of(Two(), nn.CrossEntropyLoss(), names=("model mine:Two", "loss cross_entropy"))
     with pytest.raises(SpecError, match="model mine:Two needs other, and the batch has one, label"):
-        call.outputs(Two(), {"one": 1, "label": 2})
+        call.compute_outputs(Two(), {"one": 1, "label": 2})
     with pytest.raises(SpecError, match="loss cross_entropy needs a target"):
-        call.loss_of(torch.zeros(2, 3), {"one": torch.zeros(2), "other": torch.zeros(2)})
+        call.loss_from_outputs(torch.zeros(2, 3), {"one": torch.zeros(2), "other": torch.zeros(2)})
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
     call = ModelCall.of(Classifier(), nn.CrossEntropyLoss(), default=True)
     with pytest.raises(SpecError, match=r"its \.loss is float32 \(4\), not one number"):
-        call.loss_of({"loss": torch.zeros(4)}, {})
+        call.loss_from_outputs({"loss": torch.zeros(4)}, {})
 
 
 def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
     lists = [torch.zeros(3, 2, 2), torch.zeros(3, 4, 4), torch.zeros(3, 1, 1)]
     batch = {"in": Inputs(torch.arange(3), torch.ones(3, 2)), "images": lists, "step": torch.tensor(7), "name": "x"}
     with pytest.raises(SpecError, match="by sample, or all samples in each"):
-        cut(batch, samples=3, stop=1, own=True)
-    assert [len(image) for image in cut(batch, samples=3, stop=1)["images"]] == [1, 1, 1], (
+        slice_batch(batch, samples=3, stop=1, own=True)
+    assert [len(image) for image in slice_batch(batch, samples=3, stop=1)["images"]] == [1, 1, 1], (
         "as torch collates three views"
     )
     lists[0] = torch.zeros(1, 2, 2)
-    found = cut(batch, samples=3, start=1, stop=3, own=True)
+    found = slice_batch(batch, samples=3, start=1, stop=3, own=True)
     assert type(found["in"]) is Inputs and found["in"].ids.tolist() == [1, 2] and found["in"].mask.shape == (2, 2)
     assert [image.shape[1] for image in found["images"]] == [4, 1]
     assert (int(found["step"]), found["name"]) == (7, "x")
     with pytest.raises(SpecError, match=r"batch\[1\] is float32 \(5\), where 2 samples"):
-        cut([torch.zeros(2), torch.zeros(5)], samples=2, stop=1)
-    larger = grown({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, to=11)
+        slice_batch([torch.zeros(2), torch.zeros(5)], samples=2, stop=1)
+    larger = allocate_batch({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, to=11)
     assert larger["in"].ids.shape == (11, 7) and larger["n"] == 3
-    assert described(batch["in"]) == "{ids: int64 (3), mask: float32 (3, 2)}"
+    assert describe_tree(batch["in"]) == "{ids: int64 (3), mask: float32 (3, 2)}"
 
 
 def test_a_device_is_brought_every_tensor_of_a_batch() -> None:
@@ -265,6 +265,6 @@ def test_gradients_are_not_looked_at_where_there_is_no_room_for_them(
     alone: Ranks, room: int | None, looked: bool
 ) -> None:
     subject = trainer(tokens(**even("pair"), search={"nodes": [1]}), alone)
-    stream = worker_train_loop.steps(subject)
-    found = looks._gradients(subject, stream, norms=3, room=room)
+    stream = worker_train_loop.run_steps(subject)
+    found = looks._gradient_stats(subject, stream, norms=3, room=room)
     assert (found.steps > 0) is looked and found.batch == 2 * found.local_batch

@@ -26,14 +26,14 @@ AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}
 
 def advanced(ranks: Ranks, *, steps: int = 8, batch: int = 16, **changes: Any) -> Trainer:
     subject = trainer(spec(**changes), ranks, batch=batch)
-    for _ in islice(worker_train_loop.steps(subject), steps):
+    for _ in islice(worker_train_loop.run_steps(subject), steps):
         pass
     return subject
 
 
 def save(run: RunDir, subject: Trainer, samples: int, *, is_best: bool = False) -> Path:
     subject.position = Position(samples=samples)
-    return checkpoint.save(run, NAME, subject, best={"top1": 1.0}, is_best=is_best)
+    return checkpoint.save_checkpoint(run, NAME, subject, best={"top1": 1.0}, is_best=is_best)
 
 
 def names(run: RunDir) -> list[int]:
@@ -42,9 +42,9 @@ def names(run: RunDir) -> list[int]:
 
 def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
     old = advanced(alone, **AGS)
-    path = checkpoint.save(run, NAME, old, best={"top1": 3.5, "epoch": 1.0}, is_best=False)
+    path = checkpoint.save_checkpoint(run, NAME, old, best={"top1": 3.5, "epoch": 1.0}, is_best=False)
     new = trainer(spec(**AGS), alone)
-    assert checkpoint.restore(new, torch.load(path, weights_only=True)) == {"top1": 3.5, "epoch": 1.0}
+    assert checkpoint.restore_checkpoint(new, torch.load(path, weights_only=True)) == {"top1": 3.5, "epoch": 1.0}
     assert same(weights(new), weights(old))
     assert new.position == old.position == Position(epoch=1, done=32, samples=128, steps=8)
     assert path == run.training(NAME).checkpoint_path(128)
@@ -53,9 +53,9 @@ def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
 
 def test_another_batch_keeps_momentum_and_drops_the_factors(alone: Ranks, run: RunDir) -> None:
     old = advanced(alone, batch=32, steps=5, **AGS)
-    path = checkpoint.save(run, NAME, old, best={}, is_best=False)
+    path = checkpoint.save_checkpoint(run, NAME, old, best={}, is_best=False)
     new = trainer(spec(**AGS), alone, batch=16)
-    checkpoint.restore(new, torch.load(path, weights_only=True))
+    checkpoint.restore_checkpoint(new, torch.load(path, weights_only=True))
     assert old.ags is not None
     assert new.ags is not None
     assert old.ags.state_dict()["ags"]["factors"]["scale"]
@@ -82,7 +82,7 @@ def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
     copy.write_bytes(b"of the user's")
     for samples in (200, 300, 400):
         save(run, subject, samples)
-    checkpoint.go_back(run, NAME, 300)
+    checkpoint.discard_after(run, NAME, 300)
     found = checkpoint.load_newest(run, NAME)
     assert found is not None
     assert found[0] == run.training(NAME).checkpoint_path(300)
@@ -203,15 +203,15 @@ def test_a_damaged_checkpoint_ahead_does_not_push_out_a_good_one(alone: Ranks, r
 
 
 def test_a_checkpoint_of_another_model_is_refused(alone: Ranks) -> None:
-    content = checkpoint.state(trainer(spec(), alone), best={})
+    content = checkpoint.checkpoint_state(trainer(spec(), alone), best={})
     other = trainer(spec(model={"args": {"width": 4}}), alone)
     with pytest.raises(TulaError, match="does not fit the model"):
-        checkpoint.restore(other, content)
+        checkpoint.restore_checkpoint(other, content)
 
 
 def test_the_scale_of_half_precision_is_kept(alone: Ranks, tmp_path: Path) -> None:
     old = advanced(alone, train={"precision": "fp16"})
     old.scaler.update(2.0**7)
     new = trainer(spec(train={"precision": "fp16"}), alone)
-    checkpoint.restore(new, checkpoint.state(old, best={}))
+    checkpoint.restore_checkpoint(new, checkpoint.checkpoint_state(old, best={}))
     assert new.scaler.get_scale() == 2.0**7

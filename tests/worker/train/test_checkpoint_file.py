@@ -12,7 +12,7 @@ import torch
 
 from tula_cli.errors import CannotWrite
 from tula_cli.run import files
-from tula_cli.run.damage import is_whole_archive
+from tula_cli.run.damage import is_complete_archive
 from tula_cli.worker.train import checkpoint
 
 
@@ -41,7 +41,7 @@ class Full:
 def test_nothing_of_it_is_held_in_memory_a_second_time(tmp_path: Path) -> None:
     content = {"model": {"a": torch.arange(2**22), "b": torch.ones(3)}, "epoch": 2}
     tracemalloc.start()
-    checkpoint.write(tmp_path / "1.pt", content)
+    checkpoint.write_checkpoint(tmp_path / "1.pt", content)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**23, "of tensors of 32 MiB"
@@ -52,11 +52,11 @@ def test_nothing_of_it_is_held_in_memory_a_second_time(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "1.pt"
-    checkpoint.write(path, {"model": torch.zeros(3)})
+    checkpoint.write_checkpoint(path, {"model": torch.zeros(3)})
     before = path.read_bytes()
     monkeypatch.setattr(files, "open", Full, raising=False)
     with pytest.raises(CannotWrite, match="No space left on device"):
-        checkpoint.write(path, {"model": torch.zeros(2**20)})
+        checkpoint.write_checkpoint(path, {"model": torch.zeros(2**20)})
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["1.pt"]
 
 
@@ -72,4 +72,4 @@ def test_a_checkpoint_that_is_no_file_is_not_whole(kind: str, tmp_path: Path) ->
     else:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("data", b"\0" * 2**24)
-    assert not is_whole_archive(path)
+    assert not is_complete_archive(path)

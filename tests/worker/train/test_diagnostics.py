@@ -15,7 +15,7 @@ from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.diagnostics import EDGES, Diagnostics, histogram
+from tula_cli.worker.train.diagnostics import EDGES, Diagnostics, count_per_bin
 
 AGS = {"train": {"method": "ags"}, "ags": {"delta": 0.4}}
 LEVELS = [0.05, 0.25, 0.5, 0.75, 0.95]
@@ -58,8 +58,8 @@ def test_the_quantiles_are_those_of_the_averaged_gradients(alone: Ranks, job: di
             own(seen)
 
     subject.on_gradient = look
-    for step in worker_train_loop.steps(subject):
-        found.follow(subject, step)
+    for step in worker_train_loop.run_steps(subject):
+        found.record_step(subject, step)
         if step.epoch_ended:
             reports.append(found.report(subject, scaled=None))
     assert [report["steps"] for report in reports] == [6, 6]
@@ -76,12 +76,12 @@ def test_a_scaled_loss_and_a_skipped_step_leave_no_trace_in_the_norms(alone: Ran
     for subject in (plain, scaled):
         found = Diagnostics.attach(subject)
         assert found is not None
-        for number, step in enumerate(worker_train_loop.steps(subject)):
+        for number, step in enumerate(worker_train_loop.run_steps(subject)):
             if subject is scaled and number == 3:
                 kept, found.square = found.square, torch.tensor(torch.inf)  # as GradScaler meets it
-                found.follow(subject, step)
+                found.record_step(subject, step)
                 found.square = kept
-            found.follow(subject, step)
+            found.record_step(subject, step)
         reports.append(found.report(subject, scaled=None))
     for name in ("norm", "delta"):
         assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-3)
@@ -92,11 +92,11 @@ def test_a_step_that_grad_scaler_skips_is_not_counted_for_ags(alone: Ranks) -> N
     subject = trainer(spec(**AGS), alone)
     found = Diagnostics.attach(subject)
     assert found is not None
-    steps = worker_train_loop.steps(subject)
+    steps = worker_train_loop.run_steps(subject)
     for _ in range(3):
         step = next(steps)
-        found.follow(subject, step)
-        found.follow(subject, step)  # nothing new
+        found.record_step(subject, step)
+        found.record_step(subject, step)  # nothing new
     assert found.report(subject, scaled=0.5)["steps"] == 3
 
 
@@ -109,7 +109,7 @@ def test_only_who_asks_or_scales_has_diagnostics(alone: Ranks) -> None:
 
 def test_every_element_is_in_one_bin_and_an_edge_in_the_bin_above() -> None:
     values = torch.tensor([0.0, 1e-9, 1.0, 1.41, 1.4143, 2.0, 1e9, *EDGES])
-    counts = histogram([values])
+    counts = count_per_bin([values])
     assert len(counts) == len(EDGES) + 1 and sum(counts) == len(values)
     expected = np.histogram(values.double().numpy(), bins=np.float32([-1.0, *EDGES, 1e12]))[0]
     assert counts == expected.tolist()
@@ -117,7 +117,7 @@ def test_every_element_is_in_one_bin_and_an_edge_in_the_bin_above() -> None:
 
 
 def test_large_and_several_factors_are_all_counted() -> None:
-    assert sum(histogram([torch.ones(3, 2**20), torch.ones(()), torch.full((7,), 2.0)])) == 3 * 2**20 + 8
+    assert sum(count_per_bin([torch.ones(3, 2**20), torch.ones(()), torch.full((7,), 2.0)])) == 3 * 2**20 + 8
 
 
 # --- in the rows of a training

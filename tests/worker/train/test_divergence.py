@@ -24,49 +24,51 @@ class WithPeer(Ranks):
 
     says: tuple[float, ...] = ()
 
-    def maxima(self, values: list[float]) -> list[float]:
+    def elementwise_max(self, values: list[float]) -> list[float]:
         return [max(pair) for pair in zip(values, self.says, strict=True)]
 
 
 def followed(subject: Trainer, *, bad: tuple[int, ...] = (), steps: int = 5) -> DivergenceDetector:
     """Train some steps; the loss of the `bad` ones (from 1) is told as no number."""
     watch = DivergenceDetector(subject)
-    for number, step in enumerate(islice(worker_train_loop.steps(subject), steps), 1):
+    for number, step in enumerate(islice(worker_train_loop.run_steps(subject), steps), 1):
         loss = step.loss * math.nan if number in bad else step.loss
-        watch.follow(Step(loss, *(getattr(step, field.name) for field in dataclasses.fields(Step)[1:])))
+        watch.record_loss(Step(loss, *(getattr(step, field.name) for field in dataclasses.fields(Step)[1:])))
     return watch
 
 
 def test_the_first_step_whose_loss_is_no_number_is_told(alone: Ranks) -> None:
     watch = followed(trainer(spec(), alone), bad=(3, 5))
-    assert watch.look() == "the loss is not finite at epoch 0.48, step 3, 48 samples"
-    assert watch.look() == "", "told once, and the weights were never touched"
-    assert watch.look(weights=True) == ""
+    assert watch.describe_divergence() == "the loss is not finite at epoch 0.48, step 3, 48 samples"
+    assert watch.describe_divergence() == "", "told once, and the weights were never touched"
+    assert watch.describe_divergence(weights=True) == ""
 
 
 def test_every_rank_tells_the_earliest_step_of_all(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     watch = followed(subject, bad=(4,))
-    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-2.0, 0.0, 0.0, *divergence.CALM))
-    assert watch.look() == "the loss is not finite at epoch 0.32, step 2, 32 samples"
+    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-2.0, 0.0, 0.0, *divergence.NO_RISE))
+    assert watch.describe_divergence() == "the loss is not finite at epoch 0.32, step 2, 32 samples"
 
 
 def test_what_another_rank_sees_in_its_weights_ends_this_one_too(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     watch = followed(subject)
-    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-math.inf, 1.0, 0.0, *divergence.CALM))
-    assert watch.look().startswith("the weights are not finite at epoch 0.80, step 5, 80 samples")
+    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-math.inf, 1.0, 0.0, *divergence.NO_RISE))
+    assert watch.describe_divergence().startswith("the weights are not finite at epoch 0.80, step 5, 80 samples")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_was_not_finite_is_in_the_weights(alone: Ranks, value: float) -> None:
     subject = trainer(spec(), alone)
     watch = followed(subject)
-    assert watch.may_save()
+    assert watch.has_finite_weights()
     next(subject.parallel.parameters()).data.view(-1)[-1] = value
-    assert watch.look() == "", "losses alone are looked at between checkpoints"
-    assert not watch.may_save()
-    assert watch.look().startswith("the weights are not finite"), "seen by rank 0 alone, told at the next look"
+    assert watch.describe_divergence() == "", "losses alone are looked at between checkpoints"
+    assert not watch.has_finite_weights()
+    assert watch.describe_divergence().startswith("the weights are not finite"), (
+        "seen by rank 0 alone, told at the next look"
+    )
 
 
 def test_only_what_is_trained_has_to_be_finite() -> None:
@@ -84,9 +86,11 @@ def test_steps_that_fp16_skips_are_no_divergence_until_none_is_left(alone: Ranks
     subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": 2.0**120})
     watch = followed(subject)
     assert subject.scaler.get_scale() == 2.0**115, "every step was skipped"
-    assert watch.look(weights=True) == ""
-    subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": divergence.LEAST_SCALE / 2})
-    assert watch.look() == "the gradient overflows fp16 at every step, up to epoch 0.80, step 5, 80 samples"
+    assert watch.describe_divergence(weights=True) == ""
+    subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": divergence.MIN_LOSS_SCALE / 2})
+    assert (
+        watch.describe_divergence() == "the gradient overflows fp16 at every step, up to epoch 0.80, step 5, 80 samples"
+    )
 
 
 RAMP = {"train": {"method": "ramp", "epochs": 12}}
@@ -95,26 +99,28 @@ RAMP = {"train": {"method": "ramp", "epochs": 12}}
 def blown_up(subject: Trainer, *, at: int) -> tuple[DivergenceDetector, int]:
     """Train to the end with losses that fall from 1 to 0.1, and are 5 from a step on; return the samples before that, too."""
     watch, before = DivergenceDetector(subject), 0
-    for number, step in enumerate(worker_train_loop.steps(subject), 1):
+    for number, step in enumerate(worker_train_loop.run_steps(subject), 1):
         before = subject.position.samples if number < at else before
         loss = torch.tensor(5.0 if number >= at else max(0.1, 1 - number / 20))
-        watch.follow(Step(loss, *(getattr(step, field.name) for field in dataclasses.fields(Step)[1:])))
+        watch.record_loss(Step(loss, *(getattr(step, field.name) for field in dataclasses.fields(Step)[1:])))
     return watch, before
 
 
 def test_a_finite_loss_that_stays_high_is_a_divergence_where_a_ramp_has_raised_the_learning_rate(alone: Ranks) -> None:
     subject = trainer(spec(**RAMP), alone, batch=16)
     watch, before = blown_up(subject, at=30)
-    words = watch.look()
+    words = watch.describe_divergence()
     assert words.startswith("the loss rose from 0.100 and has not recovered: 5.00 at epoch 12.00, step "), words
     assert (subject.losses.lr_factor, subject.losses.sound) == (2.0, before)
     for other in (spec(train={"epochs": 12}), spec(train={**RAMP["train"], "lr_scaling": "none"})):
-        assert blown_up(trainer(other, alone, batch=16), at=30)[0].look() == ""
+        assert blown_up(trainer(other, alone, batch=16), at=30)[0].describe_divergence() == ""
 
 
 def test_a_loss_that_rises_with_the_batch_of_a_decay_is_a_divergence_too(alone: Ranks) -> None:
     decay = {"train": {"method": "lbt", "ramp": "decay", "epochs": 12}, "schedule": {"kind": "cosine"}}
     subject = trainer(spec(**decay), alone, batch=16)
     watch, _ = blown_up(subject, at=76)
-    assert watch.look().startswith("the loss rose from 0.100 and has not recovered: 5.00 at epoch 12.00, step ")
+    assert watch.describe_divergence().startswith(
+        "the loss rose from 0.100 and has not recovered: 5.00 at epoch 12.00, step "
+    )
     assert subject.losses.lr_factor == 2.0, "of which half is what a restart takes"

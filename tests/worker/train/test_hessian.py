@@ -23,8 +23,8 @@ from tula_cli.worker.train.hessian import (
     TOLERANCE,
     LossSurface,
     lanczos,
-    measure,
-    missed_share,
+    measure_curvature,
+    missed_share_bound,
     step_size_bound,
 )
 
@@ -101,8 +101,8 @@ def test_no_spectrum_misses_its_bound(size: int) -> None:
 
 
 def test_the_bound_falls_with_the_square_of_the_products_and_hardly_grows_with_the_size() -> None:
-    assert missed_share(40, 10**6) == pytest.approx(missed_share(79, 10**6) * (157 / 79) ** 2)
-    assert missed_share(40, 10**8) < 1.5 * missed_share(40, 10**6) < 0.06
+    assert missed_share_bound(40, 10**6) == pytest.approx(missed_share_bound(79, 10**6) * (157 / 79) ** 2)
+    assert missed_share_bound(40, 10**8) < 1.5 * missed_share_bound(40, 10**6) < 0.06
 
 
 def test_few_eigenvalues_end_the_iteration_early_and_a_tolerance_decides_otherwise() -> None:
@@ -143,7 +143,7 @@ def test_a_flat_or_broken_surface_ends_the_iteration(value: float) -> None:
 
 def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropout(alone: Ranks) -> None:
     subject = trainer(spec(**SMALL), alone)
-    for _, _ in zip(worker_train_loop.steps(subject), range(3), strict=False):  # running statistics of its own
+    for _, _ in zip(worker_train_loop.run_steps(subject), range(3), strict=False):  # running statistics of its own
         pass
     subject.parallel.module.eval()
     batches = hessian._batches(subject, 40)
@@ -152,7 +152,7 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
     matrix = explicit(surface)
     vector = surface.direction()
     torch.testing.assert_close(surface.product(vector), torch.from_numpy(matrix) @ vector, rtol=1e-3, atol=1e-4)
-    found = measure(subject, samples=40)
+    found = measure_curvature(subject, samples=40)
     true = np.linalg.eigvalsh(matrix)
     assert found.error <= TOLERANCE * found.smoothness
     assert found.eigenvalue == pytest.approx(true.max(), abs=found.error)
@@ -175,7 +175,7 @@ def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(a
 
 
 def test_more_samples_than_there_are_is_all_of_them(alone: Ranks) -> None:
-    assert measure(trainer(spec(), alone), samples=1000).batch == 100
+    assert measure_curvature(trainer(spec(), alone), samples=1000).batch == 100
 
 
 class Linear(nn.Module):
@@ -259,14 +259,14 @@ def test_attention_has_a_second_derivative_where_fast_kernels_are_off(alone: Ran
     vector = surface.direction()
     with pytest.raises(SpecError, match=r"no second derivative: derivative for .* is not implemented"):
         surface.product(vector)
-    with hessian._graphs_allowed():
+    with hessian._plain_attention():
         expected = torch.from_numpy(explicit(surface)) @ vector
         torch.testing.assert_close(surface.product(vector), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_recomputed_activations_change_nothing(alone: Ranks) -> None:
     jobs = [spec(model={"name": "worker_jobs:blocks"}, train={"activation_checkpointing": on}) for on in (False, True)]
-    plain, again = (measure(trainer(job, alone), samples=20) for job in jobs)
+    plain, again = (measure_curvature(trainer(job, alone), samples=20) for job in jobs)
     assert again.eigenvalue == pytest.approx(plain.eigenvalue, rel=1e-4)
     assert plain.converged
 
@@ -276,12 +276,12 @@ def test_recomputed_activations_change_nothing(alone: Ranks) -> None:
 
 def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
     subject = trainer(spec(**SMALL), alone)
-    steps = worker_train_loop.steps(subject)
+    steps = worker_train_loop.run_steps(subject)
     next(steps)
     subject.parallel.module[1].eval()  # a mode of its own, as a frozen normalisation has
     before, state = weights(subject), torch.get_rng_state()
     modes = [module.training for module in subject.parallel.modules()]
-    measure(subject, samples=20)
+    measure_curvature(subject, samples=20)
     assert same(weights(subject), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in subject.parallel.modules()] == modes
@@ -296,10 +296,10 @@ def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
         raise Gone
 
     subject = trainer(spec(**SMALL), alone)
-    one, other = measure(subject, samples=30), measure(subject, samples=30)
+    one, other = measure_curvature(subject, samples=30), measure_curvature(subject, samples=30)
     assert (one.eigenvalue, one.gradient_norm, one.loss) == (other.eigenvalue, other.gradient_norm, other.loss)
     with pytest.raises(Gone):
-        measure(subject, samples=30, between=leave)
+        measure_curvature(subject, samples=30, between=leave)
     assert subject.parallel.module.training
 
 

@@ -68,7 +68,7 @@ def several(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 
 def test_a_mean_counts_each_sample_once_also_those_of_a_smaller_last_batch(alone: Ranks) -> None:
     of = spec(dataset={"args": {"eval_size": 37}}, train={"metrics": {**OWN, "size": f"{HERE}:whole"}})
-    found = Evaluator(trainer(of, alone)).run()
+    found = Evaluator(trainer(of, alone)).evaluate()
     assert found.own["error"] == found.own["gathers"] == pytest.approx(100 - found.top1)
     assert found.own["size"] == pytest.approx((2 * 16 * 16 + 5 * 5) / 37)
 
@@ -76,7 +76,7 @@ def test_a_mean_counts_each_sample_once_also_those_of_a_smaller_last_batch(alone
 def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: Ranks) -> None:
     of = spec(train={"metrics": {"twice": {f"{HERE}:WithBatch": {"factor": 2}}}})
     evaluator = Evaluator(trainer(of, alone))
-    assert [evaluator.run().own["twice"] for _ in range(2)] == [20, 20]  # it is reset
+    assert [evaluator.evaluate().own["twice"] for _ in range(2)] == [20, 20]  # it is reset
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: R
 )
 def test_a_metric_that_fails_is_named(name: str, why: str, alone: Ranks) -> None:
     with pytest.raises(JobFailed, match=why):
-        Evaluator(trainer(spec(train={"metrics": {"own": f"{HERE}:{name}"}}), alone)).run()
+        Evaluator(trainer(spec(train={"metrics": {"own": f"{HERE}:{name}"}}), alone)).evaluate()
 
 
 @pytest.mark.parametrize(

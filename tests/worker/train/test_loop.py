@@ -13,7 +13,7 @@ from torch import nn
 from worker_jobs import same, spec, train_task, trained, trainer, weights
 
 from tula_cli.errors import SpecError
-from tula_cli.models.refresh import small_batch
+from tula_cli.models.refresh import small_batch_size
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.datasets import build_datasets
@@ -99,8 +99,10 @@ def test_ags_refreshes_every_k_steps(alone: Ranks) -> None:
 @pytest.mark.parametrize("refresh", [True, False], ids=["training", "probe"])
 def test_a_refresh_in_every_step_is_a_part_of_each(alone: Ranks, refresh: bool) -> None:
     job = spec(**{**AGS, "ags": {"refresh": {"every": 1}}})
-    subject = worker_train_loop.build(train_task(job), alone, build_datasets(job), batch=16, workers=0, refresh=refresh)
-    steps = list(islice(worker_train_loop.steps(subject), 4))
+    subject = worker_train_loop.build_trainer(
+        train_task(job), alone, build_datasets(job), batch=16, workers=0, refresh=refresh
+    )
+    steps = list(islice(worker_train_loop.run_steps(subject), 4))
     assert not any(step.refreshed for step in steps)
     assert subject.ags is not None
     assert subject.ags.report()["refreshes"] == 4
@@ -110,7 +112,7 @@ def test_a_refresh_in_every_step_is_a_part_of_each(alone: Ranks, refresh: bool) 
     ("batch", "small"), [(4, 4), (8, 8), (16, 4), (32, 8), (1024, 8)], ids=lambda value: str(value)
 )
 def test_the_small_batch_is_the_reference_but_at_most_a_quarter(batch: int, small: int) -> None:
-    assert small_batch(spec(), batch) == small
+    assert small_batch_size(spec(), batch) == small
 
 
 @pytest.mark.parametrize("method", ["lbt", "ags"])
@@ -132,7 +134,7 @@ def test_gradients_are_clipped(alone: Ranks, train: dict[str, str]) -> None:
     subject = trainer(job, alone)
     parameters = [p.detach() for p in subject.parallel.parameters()]
     before = torch.cat([p.flatten() for p in parameters])
-    for _ in islice(worker_train_loop.steps(subject), 8):
+    for _ in islice(worker_train_loop.run_steps(subject), 8):
         after = torch.cat([p.flatten() for p in parameters])
         assert float((after - before).norm()) == pytest.approx(1e-3 * job.optimizer.lr, rel=1e-2)
         before = after
@@ -143,7 +145,7 @@ def test_work_without_synchronisation_is_the_same_on_one_rank(alone: Ranks, prec
     job = spec(train={"precision": precision})
     subject = trainer(job, alone)
     subject.synchronise = False
-    steps = list(worker_train_loop.steps(subject))
+    steps = list(worker_train_loop.run_steps(subject))
     assert same(weights(subject), trained(job, alone)[0])
     assert len(steps) == 12
 
@@ -163,7 +165,7 @@ def test_the_learning_rate_goes_by_samples(alone: Ranks, start: Position) -> Non
     job = spec(schedule={"kind": "cosine", "warmup_epochs": 0.4})
     subject = trainer(job, alone)
     subject.position = start
-    rates = [step.lr for step in worker_train_loop.steps(subject)]
+    rates = [step.lr for step in worker_train_loop.run_steps(subject)]
     epochs = [0.16 * k for k in range(6)] + [1 + 0.16 * k for k in range(6)]
     if start.epoch:
         epochs = [1.36, 1.52, 1.68, 1.84]
@@ -189,7 +191,7 @@ def test_parameter_groups_keep_their_ratio(alone: Ranks, method: str, captured: 
     subject = trainer(job, alone)
     places = [group["lr"] for group in subject.base.param_groups]
     epochs = [epoch + 0.16 * k for epoch in range(2) for k in range(6)]
-    for epoch, step in zip(epochs, worker_train_loop.steps(subject), strict=True):
+    for epoch, step in zip(epochs, worker_train_loop.run_steps(subject), strict=True):
         assert step.lr == pytest.approx(learning_rate(job, epoch, 16))
         assert rates(subject) == pytest.approx([step.lr, 2 * step.lr])
     if captured:
@@ -205,8 +207,8 @@ def test_parameter_groups_keep_their_ratio_when_resumed(
     whole, _ = trained(job, alone)
     assert same(interrupted(job, alone, tmp_path / "c.pt", after=after), whole)
     other = trainer(two_rates(captured, schedule={"kind": "constant"}), alone)
-    checkpoint.restore(other, torch.load(tmp_path / "c.pt", weights_only=True))
-    next(worker_train_loop.steps(other))
+    checkpoint.restore_checkpoint(other, torch.load(tmp_path / "c.pt", weights_only=True))
+    next(worker_train_loop.run_steps(other))
     assert rates(other) == pytest.approx([0.1, 0.2])
 
 
@@ -216,14 +218,14 @@ def test_parameter_groups_keep_their_ratio_when_resumed(
 def interrupted(job: JobSpec, ranks: Ranks, path: Path, *, after: int) -> dict[str, torch.Tensor]:
     """Train with a break after some steps, as a fresh process would go on."""
     first = trainer(job, ranks)
-    for _ in islice(worker_train_loop.steps(first), after):
+    for _ in islice(worker_train_loop.run_steps(first), after):
         pass
-    checkpoint.write(path, checkpoint.state(first, best={}))
+    checkpoint.write_checkpoint(path, checkpoint.checkpoint_state(first, best={}))
     torch.manual_seed(after)
     random.seed(after)
     second = trainer(job, ranks)
-    checkpoint.restore(second, torch.load(path, weights_only=True))
-    for _ in worker_train_loop.steps(second):
+    checkpoint.restore_checkpoint(second, torch.load(path, weights_only=True))
+    for _ in worker_train_loop.run_steps(second):
         pass
     return weights(second)
 
@@ -261,7 +263,7 @@ def test_a_run_is_the_same_twice_and_another_with_another_seed(alone: Ranks) -> 
 
 def test_a_step_draws_as_after_torchs_own_seeding_by_its_position(alone: Ranks) -> None:
     subject = trainer(spec(), alone)  # in which nothing draws after the seeding
-    for before, _ in zip(range(0, 192, 16), worker_train_loop.steps(subject), strict=False):
+    for before, _ in zip(range(0, 192, 16), worker_train_loop.run_steps(subject), strict=False):
         state = torch.get_rng_state()
         torch.manual_seed(stable_seed(3, before, 0))
         assert torch.equal(torch.get_rng_state(), state)
@@ -280,12 +282,12 @@ def test_a_step_seeds_its_generators_and_not_every_device(
         for name in ("manual_seed", "manual_seed_all"):
             monkeypatch.setattr(place, name, refuse, raising=False)
     first, resumed = trainer(job, alone), trainer(job, alone)
-    stream = worker_train_loop.steps(first)
+    stream = worker_train_loop.run_steps(first)
     for _ in islice(stream, 4):
-        hessian.measure(first, samples=20)
-    checkpoint.write(tmp_path / "c.pt", checkpoint.state(first, best={}))
-    checkpoint.restore(resumed, torch.load(tmp_path / "c.pt", weights_only=True))
-    assert len([*stream]) == len([*worker_train_loop.steps(resumed)]) == 8
+        hessian.measure_curvature(first, samples=20)
+    checkpoint.write_checkpoint(tmp_path / "c.pt", checkpoint.checkpoint_state(first, best={}))
+    checkpoint.restore_checkpoint(resumed, torch.load(tmp_path / "c.pt", weights_only=True))
+    assert len([*stream]) == len([*worker_train_loop.run_steps(resumed)]) == 8
     assert same(weights(resumed), weights(first))
 
 
@@ -297,7 +299,7 @@ def test_loader_processes_change_nothing(alone: Ranks) -> None:
 def test_where_less_than_a_batch_is_left_the_next_epoch_begins(alone: Ranks) -> None:
     subject = trainer(spec(**AGS), alone)
     subject.position = Position(epoch=0, done=90, samples=90, steps=6)
-    assert len(list(worker_train_loop.steps(subject))) == 6
+    assert len(list(worker_train_loop.run_steps(subject))) == 6
     assert subject.position == Position(epoch=2, done=0, samples=90 + 96, steps=12)
 
 
@@ -319,7 +321,7 @@ def test_a_batch_that_does_not_divide_is_refused(alone: Ranks) -> None:
 
 def test_evaluation_counts_each_sample_once(alone: Ranks) -> None:
     subject = trainer(spec(dataset={"args": {"eval_size": 37}}), alone)
-    found = evaluation.Evaluator(subject).run()
+    found = evaluation.Evaluator(subject).evaluate()
     pairs = [subject.datasets.eval[index] for index in range(37)]
     images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
     with torch.no_grad():
@@ -335,9 +337,9 @@ def test_evaluation_leaves_training_as_it_was(alone: Ranks, workers: int) -> Non
     job = spec(model={"args": {"dropout": 0.3, "norm": True}})
     subject = trainer(job, alone, workers=workers)
     evaluator = evaluation.Evaluator(subject)
-    for _ in worker_train_loop.steps(subject):
+    for _ in worker_train_loop.run_steps(subject):
         before = weights(subject), torch.get_rng_state(), random.getstate()
-        evaluator.run()
+        evaluator.evaluate()
         assert same(weights(subject), before[0])
         assert torch.equal(torch.get_rng_state(), before[1])
         assert random.getstate() == before[2]
@@ -347,7 +349,7 @@ def test_evaluation_leaves_training_as_it_was(alone: Ranks, workers: int) -> Non
 
 def test_a_regression_has_a_loss_and_no_accuracy(alone: Ranks) -> None:
     regression = {"dataset": {"args": {"real": True}}, "loss": {"name": "worker_jobs:square_error"}}
-    found = evaluation.Evaluator(trainer(spec(**regression, model={"args": {"num_classes": 1}}), alone)).run()
+    found = evaluation.Evaluator(trainer(spec(**regression, model={"args": {"num_classes": 1}}), alone)).evaluate()
     assert found.loss > 0
     assert math.isnan(found.top1)
     assert math.isnan(found.top5)

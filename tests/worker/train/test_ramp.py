@@ -17,7 +17,7 @@ from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.sampling import Batches, Position, permutation
+from tula_cli.worker.build.sampling import MicroBatchSampler, Position, permutation
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.methods import scaling
 from tula_cli.worker.ranks import Ranks
@@ -42,7 +42,7 @@ def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
 
 
 def steps_of(subject: worker_train_loop.Trainer) -> list[worker_train_loop.Step]:
-    return list(worker_train_loop.steps(subject))
+    return list(worker_train_loop.run_steps(subject))
 
 
 # --- what is trained
@@ -70,7 +70,7 @@ def test_adam_has_the_root_and_its_second_moment_lasts_as_many_samples(alone: Ra
     subject = trainer(job("ramp", optimizer=ADAM, schedule={"kind": "constant"}), alone, batch=32)
     assert isinstance(subject.optimizer, Ortho), "its steps are orthogonalised"
     seen = {}
-    for step in worker_train_loop.steps(subject):
+    for step in worker_train_loop.run_steps(subject):
         seen[step.batch] = (step.lr, subject.base.param_groups[0]["betas"][1])
     assert [seen[batch][0] for batch in (8, 16, 32)] == pytest.approx([0.01, 0.01 * 2**0.5, 0.02])
     assert [seen[batch][1] for batch in (8, 16, 32)] == pytest.approx([0.999, 0.999**2, 0.999**4])
@@ -82,8 +82,8 @@ def test_beta1_of_a_ramp_follows_the_batch_that_it_comes_to(
 ) -> None:
     optimizer = {**ADAM, "args": {"betas": betas} if betas else {}}
     seen: list[TrainTask] = []
-    monkeypatch.setattr("tula_cli.worker.entry._train", lambda task, context: seen.append(task))
-    monkeypatch.setattr("tula_cli.worker.entry.TrainingEnergy.keep", lambda self: None)
+    monkeypatch.setattr("tula_cli.worker.entry._run_method", lambda task, context: seen.append(task))
+    monkeypatch.setattr("tula_cli.worker.entry.TrainingEnergy.save", lambda self: None)
     spec = job("ramp", ramp="auto", optimizer=optimizer, train={"reference_batch": 8})
     train(RunDir.create(tmp_path, spec), alone, train_task(spec, batch=batch))
     built = trainer(seen[0].spec, alone, batch=64).base
@@ -114,7 +114,7 @@ def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[
     position = Position()
     while position.epoch < epochs:  # a start each, which takes some steps
         own = {"ramp": ramp, "parts": parts, "world": world, "seed": 3, "epochs": epochs, "start": position}
-        every = zip(*(Batches(size, rank=rank, **own) for rank in range(world)), strict=True)
+        every = zip(*(MicroBatchSampler(size, rank=rank, **own) for rank in range(world)), strict=True)
         for _, of_ranks in zip(range(rng.randint(1, 12)), every, strict=False):
             (epoch,) = {key[0] for keys in of_ranks for key in keys}
             while position.epoch < epoch:
@@ -162,7 +162,7 @@ def loss(run: RunDir, task: TrainTask) -> float:
 def test_a_change_in_the_process_is_that_of_a_resumed_one(alone: Ranks) -> None:
     """AGS's state of another batch is void, and the first step at the new one refreshes."""
     subject = trainer(job("ags", ags={"delta": "inf"}), alone, batch=32)
-    stream, refreshes = worker_train_loop.steps(subject), []
+    stream, refreshes = worker_train_loop.run_steps(subject), []
     for step in stream:
         assert subject.ags is not None
         refreshes.append((step.batch, step.refreshed))
@@ -242,7 +242,7 @@ def test_a_smaller_batch_keeps_the_stages_below_it(alone: Ranks, run: RunDir) ->
 
 def test_parts_of_micro_batches_are_those_that_the_stage_needs(alone: Ranks) -> None:
     task = train_task(job(), batch=32).model_copy(update={"splits": 4})
-    subject = worker_train_loop.build(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
+    subject = worker_train_loop.build_trainer(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
     assert subject.sizes.splits == {8: 1, 16: 2, 32: 4}
     cut = steps_of(subject)
     assert [step.batch for step in cut] == [step.batch for step in steps_of(trainer(task.spec, alone, batch=32))]
@@ -251,7 +251,7 @@ def test_parts_of_micro_batches_are_those_that_the_stage_needs(alone: Ranks) -> 
 def test_parts_of_a_stage_are_whole_ghost_batches(alone: Ranks) -> None:
     ghosts = job(ramp=[{"epochs": 1, "batch": 24}], train={"ghost_batch": 8})
     task = train_task(ghosts, batch=64).model_copy(update={"splits": 4})
-    subject = worker_train_loop.build(task, alone, build_datasets(task.spec), batch=64, workers=0, refresh=True)
+    subject = worker_train_loop.build_trainer(task, alone, build_datasets(task.spec), batch=64, workers=0, refresh=True)
     assert subject.sizes.splits == {24: 3, 64: 4}, "of 16 and of 8 samples; two parts would be of 12"
 
 
@@ -307,7 +307,7 @@ def test_steps_of_another_batch_are_watched_by_themselves(
 ) -> None:
     """What a step takes has come to another level at a change of the batch, and nobody is to look for a cause."""
     begun: list[tuple[int, int]] = []
-    original = StepWatch.begin_anew
+    original = StepWatch.restart
 
     def begin_anew(watch: StepWatch) -> None:
         before = watch.levels
@@ -315,7 +315,7 @@ def test_steps_of_another_batch_are_watched_by_themselves(
         assert watch.levels is not before and watch.newest is None and watch.steps == []
         begun.append((watch.trainer.batch, watch.trainer.position.samples))
 
-    monkeypatch.setattr(StepWatch, "begin_anew", begin_anew)
+    monkeypatch.setattr(StepWatch, "restart", begin_anew)
     train(run, alone, train_task(job(), batch=32))
     assert begun == [(16, 40), (32, 168)]
 

@@ -14,12 +14,12 @@ from tula_cli.errors import SpecError
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.sampling import Batches, Position, eval_loader, train_loader
+from tula_cli.worker.build.sampling import MicroBatchSampler, Position, build_eval_loader, build_train_loader
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluator
-from tula_cli.worker.train.training_log import remarks
+from tula_cli.worker.train.training_log import ineffective_settings
 
 
 def stream(name: str = "Stream", *, train: dict[str, Any] | None = None, **dataset: Any) -> JobSpec:
@@ -40,7 +40,7 @@ def read(
     found: list[list[Any]] = []
     for rank in range(world):
         datasets = build_datasets(job)
-        batches = Batches(
+        batches = MicroBatchSampler(
             len(datasets.train),
             ramp=Ramp.constant(batch),
             parts={batch: accumulate},
@@ -50,7 +50,7 @@ def read(
             epochs=2,
             start=start or Position(),
         )
-        parts = [values.tolist() for values, _ in train_loader(datasets.train, batches, workers=0, pin=False)]
+        parts = [values.tolist() for values, _ in build_train_loader(datasets.train, batches, workers=0, pin=False)]
         found.append([list(itertools.chain(*parts[at : at + accumulate])) for at in range(0, len(parts), accumulate)])
     return [sorted(itertools.chain(*step)) for step in zip(*found, strict=True)]
 
@@ -73,15 +73,15 @@ def test_a_resumed_stream_trains_the_same_weights_and_tells_what_it_passes_over(
     job = stream(train={"method": "ags"})
     whole, _ = trained(job, alone, batch=12)
     subject = trainer(job, alone, batch=12)
-    steps = worker_train_loop.steps(subject)
+    steps = worker_train_loop.run_steps(subject)
     next(steps), next(steps)
     later = trainer(job, alone, batch=12)
     later.parallel.module.load_state_dict(weights(subject))
     later.optimizer.load_state_dict(subject.optimizer.state_dict())
     later.position = subject.position
-    assert any("24 samples of the epoch are passed over" in message for message in remarks(later))
-    assert not any("passed over" in message for message in remarks(trainer(job, alone, batch=12)))
-    list(worker_train_loop.steps(later))
+    assert any("24 samples of the epoch are passed over" in message for message in ineffective_settings(later))
+    assert not any("passed over" in message for message in ineffective_settings(trainer(job, alone, batch=12)))
+    list(worker_train_loop.run_steps(later))
     assert same(weights(later), whole)
 
 
@@ -89,19 +89,19 @@ def test_a_stream_is_evaluated_once_over_all_ranks(alone: Ranks) -> None:
     job = stream()
     found = []
     for rank in range(3):
-        loader = eval_loader(build_datasets(job).eval, size=10, rank=rank, world=3, batch=3, workers=0, pin=False)
+        loader = build_eval_loader(build_datasets(job).eval, size=10, rank=rank, world=3, batch=3, workers=0, pin=False)
         batches = list(loader)
         assert len(loader) == len(batches)
         found += [number for values, _ in batches for number in values[:, 0].tolist()]
     assert sorted(number % 100 for number in found) == list(range(10))
-    assert Evaluator(trainer(job, alone, batch=12)).run().samples == 10
+    assert Evaluator(trainer(job, alone, batch=12)).evaluate().samples == 10
 
 
 def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     job, seen = stream("Shares", sharded=True), []
     for rank in range(2):
         monkeypatch.setattr(token_jobs.Shares, "ranks", (rank, 2))
-        batches = Batches(
+        batches = MicroBatchSampler(
             36,
             ramp=Ramp.constant(12),
             parts={12: 1},
@@ -111,7 +111,7 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
             epochs=1,
             start=Position(done=12, samples=12),
         )
-        loader = train_loader(build_datasets(job).train, batches, workers=0, pin=False)
+        loader = build_train_loader(build_datasets(job).train, batches, workers=0, pin=False)
         seen += [number for values, _ in loader for number in values[:, 0].tolist()]
     assert sorted(seen) == list(range(12, 36))
 
@@ -152,7 +152,7 @@ def test_a_sampler_gives_the_order_of_every_epoch() -> None:
     train = build_datasets(job).train
     for epoch in range(2):
         expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
-        batches = Batches(len(train), ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
+        batches = MicroBatchSampler(len(train), ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
                           start=Position(epoch=epoch), order=train.order)  # fmt: skip
         assert [index for _, index in itertools.chain(*itertools.islice(batches, 4))] == expected
 

@@ -12,11 +12,11 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Evaluated
 from tula_cli.run.records.tasks import EvaluateTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.datasets import build_datasets, build_test
+from tula_cli.worker.build.datasets import build_datasets, build_test_dataset
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.judging.trained import evaluate
+from tula_cli.worker.train.judging.trained import evaluate_checkpoint
 
 HERE = __name__
 NORM = {"args": {"norm": True, "dropout": 0.2}}
@@ -46,7 +46,7 @@ def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: An
     name = train_task(job).signature
     own = {"key": "k", "weights": "last", "path": str(path), "samples": 192, "local_batch": 16, **changes}
     task = EvaluateTask(id="e", job="e", spec=job, workdir=".", nodes=1, signature=name, **own)
-    evaluate(task, run, ranks, build_datasets(job))
+    evaluate_checkpoint(task, run, ranks, build_datasets(job))
     found = run.training(name).evaluation(task.key)
     assert found is not None
     return found
@@ -121,11 +121,11 @@ def test_the_test_set_of_an_image_folder_is_another_folder_with_all_of_its_image
     picture_folders(tmp_path / "test", cat=2, dog=3)
     section = {"name": "ImageFolder", "root": str(tmp_path / "data"), "test": {"root": str(tmp_path / "test")}}
     job = spec(dataset=section)
-    found = build_test(job, build_datasets(job))
+    found = build_test_dataset(job, build_datasets(job))
     assert [found[index][1] for index in range(len(found))] == [0, 0, 1, 1, 1]  # type: ignore[index]
     (tmp_path / "test" / "cat").rename(tmp_path / "test" / "hen")
     with pytest.raises(SpecError, match=r"dataset.test: its classes are not those of the training set: cat, hen"):
-        build_test(job, build_datasets(job))
+        build_test_dataset(job, build_datasets(job))
 
 
 @pytest.mark.parametrize(
@@ -140,4 +140,4 @@ def test_the_test_set_of_an_image_folder_is_another_folder_with_all_of_its_image
 def test_a_test_set_that_cannot_be_meant_is_refused(test: dict[str, Any], why: str) -> None:
     job = spec(dataset={"test": test})
     with pytest.raises(SpecError, match=why):
-        build_test(job, build_datasets(job))
+        build_test_dataset(job, build_datasets(job))

@@ -73,16 +73,16 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     """Return the weights of a training that goes on as an arm after an epoch of batch 8, without any tuning."""
     data = build_datasets(job())
     plain, own = (tuning.Choice(a, 1.0).task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
-    first = worker_train_loop.build(plain, ranks, data, batch=16, workers=0, refresh=True)
-    list(itertools.islice(worker_train_loop.steps(first), 12))
-    then = worker_train_loop.build(own, ranks, data, batch=16, workers=0, refresh=True)
+    first = worker_train_loop.build_trainer(plain, ranks, data, batch=16, workers=0, refresh=True)
+    list(itertools.islice(worker_train_loop.run_steps(first), 12))
+    then = worker_train_loop.build_trainer(own, ranks, data, batch=16, workers=0, refresh=True)
     then.parallel.module.load_state_dict(first.parallel.module.state_dict())
     then.base.load_state_dict(first.optimizer.state_dict())
     if then.ags:
         then.ags.refresh_soon()
-    then.move(first.position)
+    then.move_to(first.position)
     then.lr_factor = lambda epoch: halving.lr_factor(arm, epoch, start=1)
-    list(worker_train_loop.steps(then))
+    list(worker_train_loop.run_steps(then))
     return weights(then)
 
 
@@ -131,7 +131,7 @@ def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt_after_a
 def test_the_training_goes_on_as_if_it_had_been_told_the_winner(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch, arm: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task, found = tuned(run, alone, arm)
     assert found.chosen is not None
     assert found.chosen.name == arm["name"]
@@ -148,7 +148,7 @@ def test_at_the_reference_batch_there_is_nothing_to_tune(alone: Ranks, run: RunD
 
 def test_the_default_arms_all_train(alone: Ranks, run: RunDir) -> None:
     task, found = tuned(run, alone)
-    names = [arm.name for arm in halving.arms(task.spec, 16)]
+    names = [arm.name for arm in halving.arms_of_training(task.spec, 16)]
     assert [branch.arm for branch in found.branches if branch.rung == 1] == names
     assert names == ["lbt", "ramp", "ramp-x0.5"], "there is no weight decay to try another of"
     assert len({branch.loss for branch in found.branches}) == 3
@@ -162,7 +162,7 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
 ) -> None:
     seen: list[list[float]] = []
     settled: list[int] = []
-    steps, settle = worker_train_loop.steps, evaluation.renew_statistics
+    steps, settle = worker_train_loop.run_steps, evaluation.recompute_batch_norm_statistics
 
     def spied(trainer: worker_train_loop.Trainer) -> Iterator[worker_train_loop.Step]:
         seen.append([])
@@ -170,15 +170,15 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
             seen[-1].append(step.lr)
             yield step
 
-    monkeypatch.setattr(worker_train_loop, "steps", spied)
+    monkeypatch.setattr(worker_train_loop, "run_steps", spied)
 
     def settling(trainer: worker_train_loop.Trainer, *, batches: int, between: Any) -> Any:
         settled.append(batches)
         return settle(trainer, batches=batches, between=between)
 
-    monkeypatch.setattr(evaluation, "renew_statistics", settling)
+    monkeypatch.setattr(evaluation, "recompute_batch_norm_statistics", settling)
     tuned(run, alone, FAST, epochs=1)
-    assert settled == [tuning.SETTLE] * 2
+    assert settled == [tuning.SETTLING_STEPS] * 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]
     assert seen[1] == pytest.approx([0.1] * 11), "where the branches begin: at the reference batch"
@@ -190,18 +190,18 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
 def test_the_held_out_part_is_neither_trained_nor_augmented(alone: Ranks) -> None:
     subject = job()
     data = build_datasets(subject)
-    split = tuning.held_out(subject, data, batch=16)
+    split = tuning.hold_out_samples(subject, data, batch=16)
     trained, held = split.train.samples, split.eval.samples
     assert sorted([*trained.indices, *held.indices]) == list(range(100))  # type: ignore[attr-defined]
     assert (len(trained), len(held)) == (90, 10)  # type: ignore[arg-type]
-    again = tuning.held_out(subject, build_datasets(subject), batch=16)
+    again = tuning.hold_out_samples(subject, build_datasets(subject), batch=16)
     assert again.eval.samples.indices == held.indices  # type: ignore[attr-defined]
 
 
 def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, build = [], worker_train_loop.build
+    built, build = [], worker_train_loop.build_trainer
 
     def spied(task: TrainTask, ranks: Ranks, datasets: Any, **how: Any) -> worker_train_loop.Trainer:
         trainer = build(task, ranks, datasets, **how)
@@ -209,11 +209,11 @@ def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
         return trainer
 
     loaded: list[str] = []
-    restore = checkpoint.restore
-    monkeypatch.setattr(worker_train_loop, "build", spied)
+    restore = checkpoint.restore_checkpoint
+    monkeypatch.setattr(worker_train_loop, "build_trainer", spied)
     monkeypatch.setattr(
         checkpoint,
-        "restore",
+        "restore_checkpoint",
         lambda trainer, content: (
             loaded.append(f"{len(trainer.datasets.train)} from {content['position']['samples']}"),
             restore(trainer, content),
@@ -227,7 +227,7 @@ def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
 def test_an_arm_above_linear_scaling_is_trained_as_it_was_tried(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task, _ = tuned(run, alone, {"name": "bold", "lr_factor": 3.0})
     assert [row["lr"] for row in rows(run, task, "epoch")] == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
@@ -236,7 +236,7 @@ def test_the_held_out_part_is_seen_through_the_transforms_of_an_evaluation() -> 
     turned = {"train": [{"RandomRotation": {"degrees": [90, 90]}}, "ToTensor"], "eval": ["ToTensor"]}
     subject = spec(train={"method": "auto"}, dataset={"name": "digits"}, transforms=turned)
     data = build_datasets(subject)
-    held = tuning.held_out(subject, data, batch=16).eval
+    held = tuning.hold_out_samples(subject, data, batch=16).eval
     index = held.samples.indices[0]  # type: ignore[attr-defined]
     straight, label = build_datasets(spec(dataset={"name": "digits"})).train[0, index]
     assert torch.equal(held[0][0], straight)
@@ -247,12 +247,15 @@ def test_the_held_out_part_is_seen_through_the_transforms_of_an_evaluation() -> 
 def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: Ranks) -> None:
     subject = spec(model={"args": {"norm": True}})
     data = build_datasets(subject)
-    trainer = worker_train_loop.build(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
+    trainer = worker_train_loop.build_trainer(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
     conv, norm = trainer.parallel.module[0], trainer.parallel.module[1]
     norm.running_mean.fill_(99.0)
-    evaluation.renew_statistics(trainer, batches=tuning.SETTLE, between=lambda: None)
+    evaluation.recompute_batch_norm_statistics(trainer, batches=tuning.SETTLING_STEPS, between=lambda: None)
     with torch.no_grad():
-        seen = [conv(images) for images, _ in itertools.islice(worker_train_loop.upcoming(trainer), tuning.SETTLE)]
+        seen = [
+            conv(images)
+            for images, _ in itertools.islice(worker_train_loop.upcoming_micro_batches(trainer), tuning.SETTLING_STEPS)
+        ]
     expected = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
     torch.testing.assert_close(norm.running_mean, expected)
 
@@ -260,11 +263,11 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
 def test_a_batch_larger_than_what_is_left_is_refused() -> None:
     subject = job()
     with pytest.raises(SpecError, match=r"90 of 100 training samples are left .* fewer than the batch of 96"):
-        tuning.held_out(subject, build_datasets(subject), batch=96)
+        tuning.hold_out_samples(subject, build_datasets(subject), batch=96)
 
 
 def test_a_branch_that_diverges_is_left_at_once(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "LOOK", 1)
+    monkeypatch.setattr(tuning, "STEPS_BETWEEN_CHECKS", 1)
     _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
     wild = next(branch for branch in found.branches if branch.arm == "wild")
     assert wild.diverged
@@ -286,18 +289,18 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the branch, in the training after the choice, and after an interruption of that."""
-    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     arm = {"name": "decayed", "decay_factor": 4.0}
     changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": [arm], "epochs": 1}}
     subject = spec(**changes, optimizer={"weight_decay": 0.01})
     seen: list[tuple[int, float]] = []
-    step = worker_train_loop._stepped
+    step = worker_train_loop._take_step
 
     def spied(trainer: worker_train_loop.Trainer, *args: Any, **how: Any) -> worker_train_loop.Step:
         seen.append((len(trainer.datasets.train), trainer.base.param_groups[0]["weight_decay"]))
         return step(trainer, *args, **how)
 
-    monkeypatch.setattr(worker_train_loop, "_stepped", spied)
+    monkeypatch.setattr(worker_train_loop, "_take_step", spied)
     task = train_task(subject)
     train(run, alone, task, LeavesAt(alone, 45))
     train(run, alone, task)
@@ -314,7 +317,7 @@ def test_a_ramp_goes_through_its_stages_in_a_branch_and_in_the_training(alone: R
     assert {batch for _, batch in steps} <= {8, 16, 32, 48}
     found = record(run, task)
     by_arm = {branch.arm: branch.samples for branch in found.branches}
-    planned = halving.plan(task.spec, batch=48, dataset_size=100)
+    planned = halving.plan_tuning(task.spec, batch=48, dataset_size=100)
     assert found.samples - found.lost == planned.samples == 88 + sum(by_arm.values())
 
 
@@ -341,7 +344,7 @@ def test_a_branch_broken_off_is_the_only_one_trained_again(
 def test_a_training_broken_off_after_the_choice_keeps_it(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task = interrupt(run, alone, SCALED, after=96 + 88 + 2 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
@@ -366,7 +369,7 @@ def test_at_another_batch_a_choice_stays_with_at_most_linear_scaling(alone: Rank
     chosen = Arm(name="x2", lr_factor=2)
     run.write_tuning(Tuning(signature=first.signature, batch=16, start=96, epoch=1, arms=(chosen,), chosen=chosen))
     task = train_task(first.spec, batch=12, signature=first.signature)
-    choice = tuning.chosen(task, run, alone)
+    choice = tuning.load_choice(task, run, alone)
     assert choice is not None
     assert choice.arm.lr_factor == 1.5, "12 / 8"
 
@@ -375,7 +378,9 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both arms end behind in every epoch; the control, which never is, trains as lbt does, bit for bit."""
-    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm)))
+    monkeypatch.setattr(
+        halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
+    )
     monkeypatch.setattr(tuning.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
     task, found = tuned(run, alone, FAST, SCALED)
     assert found.broken == ("fast", "scaled")
@@ -394,7 +399,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
 def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halving, "winner", lambda branches: max(b.arm for b in branches))
+    monkeypatch.setattr(halving, "find_winner", lambda branches: max(b.arm for b in branches))
     _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
     assert found.broken == ("wild",) and 0 < found.lost <= 96, "within the epoch, when the ranks next meet"
     assert found.chosen == Arm(name="lbt")
@@ -413,13 +418,13 @@ def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
 ) -> None:
     run, task, found = two_arms
     kept = [int(path.stem) for path in run.training(task.signature).checkpoints()]
-    assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.KEEP + 2
+    assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.CHECKPOINTS_KEPT + 2
 
 
 def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:
     task = train_task(job(FAST))
     train(run, alone, task, LeavesAt(alone, 35))
-    assert run.stopped(task.id, 1) == "time_limit"
+    assert run.stop_reason(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
     assert [int(path.stem) for path in run.training(task.signature).checkpoints()] == [96]
     train(run, alone, task)
@@ -430,9 +435,9 @@ def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, ru
 def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks, run: RunDir) -> None:
     first = interrupt(run, alone, FAST, after=40, batch=32)
     task = train_task(first.spec, batch=32, signature=first.signature)
-    trainer = worker_train_loop.build(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
+    trainer = worker_train_loop.build_trainer(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
     trainer.position = worker_train_loop.Position(epoch=0, done=95, samples=95, steps=3)
-    checkpoint.save(run, task.signature, trainer, best={}, is_best=False)
+    checkpoint.save_checkpoint(run, task.signature, trainer, best={}, is_best=False)
     train(run, alone, task)
     assert record(run, task).start == 95
     result = run.training(task.signature).result()

@@ -21,11 +21,11 @@ def diff(
 
     Whatever differs, the exit code is 0; --json has it in `data`.
     """
-    from tula_cli.services.comparison.between_runs.difference import difference
+    from tula_cli.services.comparison.between_runs.difference import compare_runs
     from tula_cli.show.outputs.diff import run_difference
 
     before, after = find_run(screen, a, root), find_run(screen, b, root)
     screen.run_id = before.id
-    found = difference(before, after)
+    found = compare_runs(before, after)
     screen.answer(found, run_difference(found))
     warn_all(screen, found.warnings)

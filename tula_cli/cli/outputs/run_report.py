@@ -61,7 +61,7 @@ def report(
 
     from tula_cli.cluster import launcher
     from tula_cli.services.reporting import run_report as service
-    from tula_cli.services.reporting.material import gather
+    from tula_cli.services.reporting.material import gather_material
 
     if target is not None and named is not None:
         raise SpecError(f"both {target} and --run {named} given", "name one of them")
@@ -71,10 +71,10 @@ def report(
     _check_places(html, svg, csv)
     run = find_run(screen, target or named, root)
     looks = functools.partial(launcher.launcher_for, submits=False)
-    seen = gather(run, run.spec(), looks, now=time.time())
+    seen = gather_material(run, run.spec(), looks, now=time.time())
     for one in seen.parts:
         warn_all(screen, one.now.warnings)
-    document = service.document_of(seen)
+    document = service.build_document(seen)
     text = service.for_site(seen, document, site, runs=runs) if site is not None else _text(document, to_stdout)
     written = _write(document, html, svg, csv)
     if text is None:
@@ -122,7 +122,7 @@ def _text(document: "Document", form: str | None) -> str | None:
 
 def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
     """Write the files that are asked for; return their paths, or those of their folders."""
-    from tula_cli.run.files import FOR_ALL, write_atomic
+    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
     from tula_cli.services.reporting.forms import csv_files
 
     found: dict[Path, str] = {}
@@ -140,6 +140,6 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
     elif csv is not None and csv != Path("-"):
         found |= {csv / f"{name}.csv": text for name, text in csv_files.files(document).items()}
     for path, text in found.items():
-        write_atomic(path, text, mode=FOR_ALL)
+        write_atomic(path, text, mode=MODE_FOR_ALL)
     asked = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
     return [words.near(path.absolute()) for path in asked]

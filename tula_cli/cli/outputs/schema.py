@@ -17,12 +17,12 @@ def schema(
 
     Editors complete and check by it; tula init writes that of a job beside it.
     """
-    from tula_cli.services.new_job.for_editors import line_for_editors, schema_text, write_schema
+    from tula_cli.services.new_job.for_editors import schema_comment, schema_text, write_schema
     from tula_cli.spec.schema.json_schema import json_schema
 
     if out is not None:
         write_schema(kind, out)
-        line = line_for_editors(out.absolute())
+        line = schema_comment(out.absolute())
         screen.answer({"path": out, "kind": kind, "line": line}, [f"wrote {out}; first line of a {kind}.yaml: {line}"])
     elif screen.as_json:
         screen.answer(json_schema(kind), ())

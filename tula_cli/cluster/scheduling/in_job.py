@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from tula_cli.cluster.scheduling.schedulers import named
+from tula_cli.cluster.scheduling.schedulers import load_scheduler
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import TulaError
 
@@ -19,7 +19,7 @@ _OF_OTHERS = ("SLURM_", "SUBMITIT_")
 def main(kind: str, run: str, task: str, options: str = "{}") -> None:
     """Supervise a task of a run, as this process' part of its job."""
     try:
-        scheduler = named(kind, json.loads(options))
+        scheduler = load_scheduler(kind, json.loads(options))
     except TulaError as error:
         sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
         raise SystemExit(error.exit_code) from error

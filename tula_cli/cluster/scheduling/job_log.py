@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-LONGEST_PAUSE = 30
+MAX_PAUSE = 30
 """Seconds between two attempts to open the log, at most; the first pause is a second, and each is twice the one before."""
 
 
-def open_log(
+def lines_to_open_log(
     log: str,
     *,
     folder: str,
@@ -35,8 +35,10 @@ def open_log(
         on_give_up: lines before the job ends in vain.
         on_resume: lines after a wait.
     """
-    word = shlex.quote(python)
-    interpreter = f" && {{ [ -x {word} ] || {{ echo {word}: not executable; exit 1; }}; }}" if python else ""
+    python_word = shlex.quote(python)
+    interpreter = (
+        f" && {{ [ -x {python_word} ] || {{ echo {python_word}: not executable; exit 1; }}; }}" if python else ""
+    )
     return [
         "# The job waits for its log, its folder and its Python, where a scheduler that opened the log would fail it.",
         f"tula_log={log}",
@@ -54,7 +56,7 @@ def open_log(
         "  fi",
         '  sleep "$tula_pause"',
         "  tula_waited=$((tula_waited + tula_pause))",
-        f"  tula_pause=$((2 * tula_pause < {LONGEST_PAUSE} ? 2 * tula_pause : {LONGEST_PAUSE}))",
+        f"  tula_pause=$((2 * tula_pause < {MAX_PAUSE} ? 2 * tula_pause : {MAX_PAUSE}))",
         "done",
         f"cd {folder}",
         'exec >>"$tula_log.out" 2>>"$tula_log.err"',

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tula_cli.cluster.scheduling.protocol import JobRequest, Limits, Place, Queued, SchedulerState
 from tula_cli.errors import SchedulerError
-from tula_cli.host.processes import started
+from tula_cli.host.processes import start_time
 from tula_cli.run.records.base import OutcomeClass
 
 _children: "list[subprocess.Popen[bytes]]" = []
@@ -45,7 +45,7 @@ class LocalScheduler:
         except OSError as error:
             raise SchedulerError(f"the job could not be started: {error.strerror}") from error
         _children.append(child)
-        return f"{child.pid}-{started(child.pid) or 0:.0f}"
+        return f"{child.pid}-{start_time(child.pid) or 0:.0f}"
 
     def queued(self, names: Sequence[str]) -> list[Queued]:
         """Return nothing: a process has no name here, and its id is known as soon as there is one."""
@@ -90,7 +90,7 @@ def _pid(id_: str) -> int:
 
 def _lives(id_: str) -> bool:
     pid, _, ticks = id_.partition("-")
-    since = started(int(pid)) if pid.isdigit() else None
+    since = start_time(int(pid)) if pid.isdigit() else None
     return since is not None and f"{since:.0f}" == ticks
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from tula_cli.cluster.scheduling.job_log import log_word, open_log
+from tula_cli.cluster.scheduling.job_log import lines_to_open_log, log_word
 from tula_cli.run.records.base import OutcomeClass
 
-ENDS = (signal.SIGTERM,)
+END_SIGNALS = (signal.SIGTERM,)
 """Signals by which a scheduler asks a job to end."""
-WARNS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Signals that tell what the clock tells as well, or that go before the others; nothing follows from them."""
 
 
@@ -82,7 +82,7 @@ class JobRequest:
             id_: the job's id as a shell reads it in the job: "$PBS_JOBID".
         """
         log, folder = log_word(self.logs, id_, "script_log"), shlex.quote(str(self.folder))
-        return [*open_log(log, folder=folder, patience=self.patience), *self.setup]
+        return [*lines_to_open_log(log, folder=folder, patience=self.patience), *self.setup]
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class DelaysJobs(Protocol):
         ...
 
 
-def exclude(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
+def exclude_nodes(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
     """Keep waiting jobs off nodes, where the scheduler can; return what went wrong."""
     if isinstance(scheduler, AvoidsNodes):
         return scheduler.exclude(ids, nodes)

@@ -11,11 +11,11 @@ from tula_cli.errors import SpecError
 from tula_cli.spec.resources import Cluster
 
 SCHEDULERS: Mapping[str, type[Scheduler]] = {"local": LocalScheduler, "slurm": SlurmScheduler}
-NEEDED = (*sorted(name for name in vars(Scheduler) if not name.startswith("_")), *Scheduler.__annotations__)
+PROTOCOL_MEMBERS = (*sorted(name for name in vars(Scheduler) if not name.startswith("_")), *Scheduler.__annotations__)
 """What one of the user's own has to have."""
 
 
-def named(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
+def load_scheduler(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
     """Return a scheduler.
 
     Args:
@@ -27,15 +27,15 @@ def named(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
     """
     cls = plugins.load(kind, SCHEDULERS, kind="scheduler")
     try:
-        found = cls(**(options or {}))
+        scheduler = cls(**(options or {}))
     except TypeError as error:
         raise SpecError(f"scheduler {kind!r}: {error}", "cluster.scheduler.options are its arguments") from error
-    if missing := [name for name in NEEDED if not hasattr(found, name)]:
+    if missing := [name for name in PROTOCOL_MEMBERS if not hasattr(scheduler, name)]:
         raise SpecError(
             f"scheduler {kind!r} has no {', '.join(missing)}",
             "what a scheduler has to have stands in docs/schedulers.md",
         )
-    return found  # type: ignore[no-any-return]
+    return scheduler  # type: ignore[no-any-return]
 
 
 def scheduler_of(cluster: Cluster) -> Scheduler:
@@ -44,5 +44,5 @@ def scheduler_of(cluster: Cluster) -> Scheduler:
     Raises:
         SpecError: as `named`.
     """
-    own = cluster.own_scheduler
-    return named(cluster.kind, own.options if own else None)
+    section = cluster.own_scheduler
+    return load_scheduler(cluster.kind, section.options if section else None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
-from tula_cli.run.files import publish
+from tula_cli.run.files import publish_folder
 
 LIBRARY = "tula_ags"
 """The name of the optimizers' copy: an installed tula is another package, of another version perhaps."""
@@ -20,7 +20,7 @@ def copy_shim(run: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    return _copied(run, "shim", _sources("shim"))
+    return _copy(run, "shim", _module_sources("shim"))
 
 
 def copy_optim(run: Path) -> Path:
@@ -30,42 +30,42 @@ def copy_optim(run: Path) -> Path:
         OSError: it cannot be written.
     """
     presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
-    found = _sources("optim") | presets
-    return _copied(run, "ags", {LIBRARY / name: _renamed(content) for name, content in found.items()})
+    sources = _module_sources("optim") | presets
+    return _copy(run, "ags", {LIBRARY / name: _rename_import(content) for name, content in sources.items()})
 
 
-def _sources(folder: str) -> dict[Path, bytes]:
+def _module_sources(folder: str) -> dict[Path, bytes]:
     """Return the modules of a folder of tula's by their paths in it, also where tula is imported from an archive."""
-    found, ahead = {}, [(Path(), files("tula_cli").joinpath(folder))]
-    for path, place in ahead:
-        for inner in place.iterdir():
+    sources, pending = {}, [(Path(), files("tula_cli").joinpath(folder))]
+    for path, resource in pending:
+        for inner in resource.iterdir():
             if inner.is_dir():
-                ahead.append((path / inner.name, inner))
+                pending.append((path / inner.name, inner))
             elif inner.name.endswith(".py"):
-                found[path / inner.name] = inner.read_bytes()
-    return dict(sorted(found.items()))
+                sources[path / inner.name] = inner.read_bytes()
+    return dict(sorted(sources.items()))
 
 
-def _renamed(code: bytes) -> bytes:
+def _rename_import(code: bytes) -> bytes:
     """Return the code with the one module of tula that it imports in the copy instead."""
     return code.replace(b"from tula_cli.presets import", f"from {LIBRARY}.presets import".encode())
 
 
-def _copied(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
-    found = hashlib.sha256()
+def _copy(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
+    digest = hashlib.sha256()
     for path, content in contents.items():
-        found.update(f"{path}\0".encode() + content)
-    place = (run / "script" / f"{name}-{found.hexdigest()[:8]}").absolute()
-    if place.is_dir():
-        return place
-    draft = place.with_name(f".{place.name}.{socket.gethostname()}.{os.getpid()}")
+        digest.update(f"{path}\0".encode() + content)
+    folder = (run / "script" / f"{name}-{digest.hexdigest()[:8]}").absolute()
+    if folder.is_dir():
+        return folder
+    draft = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     for path, content in contents.items():
         copy = draft / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
     try:
-        publish(draft, place)
+        publish_folder(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return place
+    return folder

@@ -9,24 +9,24 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 
 
-def known(run: RunDir, task: TrainTask) -> MicroBatches:
+def possible_micro_batches(run: RunDir, task: TrainTask) -> MicroBatches:
     """Return it for each batch of the ladder.
 
     Where no rank has told whether there is a BatchNorm (it was killed), there is taken to be one, on each rank by itself.
     """
     attempts = run.attempts(task.id)
     number = attempts[-1].number if attempts else 1
-    told = [seen.batch_norm for seen in ScriptAttempt(run.path, task.id, number).failures()]
-    norms = {norm for norm in told if norm is not None} or {"batch"}
-    world, parts = world_size(task), task.spec.train.accumulate
+    batch_norms = [failure.batch_norm for failure in ScriptAttempt(run.path, task.id, number).failures()]
+    norms = {norm for norm in batch_norms if norm is not None} or {"batch"}
+    world, micro_batches = world_size(task), task.spec.train.accumulate
     over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
     limits = [batch_norm_limit(ranks=ranks) for ranks in over]
 
     def of(batch: int) -> Splits:
-        micro_batch = batch // world // parts
-        fewest = refresh.most_drawn(task.spec, batch, available=micro_batch, world=world)
-        own = (lambda samples: samples >= fewest, f"AGS takes a small batch of {fewest} samples of it")
-        return splits_of(batch, micro_batch=micro_batch, micro_batches=parts, limits=[own, *limits])
+        micro_batch = batch // world // micro_batches
+        fewest = refresh.max_samples_drawn(task.spec, batch, available=micro_batch, world=world)
+        ags_limit = (lambda samples: samples >= fewest, f"AGS takes a small batch of {fewest} samples of it")
+        return splits_of(batch, micro_batch=micro_batch, micro_batches=micro_batches, limits=[ags_limit, *limits])
 
     splits = tuple(of(rung.batch) for rung in task.ladder)
-    return MicroBatches(splits=splits, normalised=over[0] if over and told else 0)
+    return MicroBatches(splits=splits, normalised=over[0] if over and batch_norms else 0)

@@ -21,7 +21,7 @@ IMPORT_SECONDS = 60.0
 """That importing torch may take; after that nothing is said of it."""
 
 
-def described(spec: JobSpec, script: Script) -> Inspection:
+def describe_script_job(spec: JobSpec, script: Script) -> Inspection:
     """Return what takes the place of building a model and a dataset: nothing is started.
 
     Args:
@@ -31,14 +31,14 @@ def described(spec: JobSpec, script: Script) -> Inspection:
     Raises:
         SpecError: nothing bounds the batches that are to be measured, or the command's program is not on this machine.
     """
-    warnings = _missing_program(spec, script) or _missing_torch(spec, script)
+    warnings = _warn_missing_program(spec, script) or _warn_missing_torch(spec, script)
     bounds = [bound for bound in (script.known_dataset_size, spec.search.max_batch) if bound is not None]
     if not bounds:
         raise SpecError(
             "nothing tells which batches are too large: script.dataset_size is auto, and the script has not run yet",
             "give script.dataset_size (samples of an epoch) or search.max_batch",
         )
-    gpus = 0 if spec.cluster.device == "cpu" else devices.count()
+    gpus = 0 if spec.cluster.device == "cpu" else devices.gpu_count()
     return Inspection(
         dataset_size=script.known_dataset_size or bounds[0],
         eval_size=0,
@@ -57,29 +57,29 @@ def described(spec: JobSpec, script: Script) -> Inspection:
     )
 
 
-def _missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
+def _warn_missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     """Return what to say of a program that is not here but may be on a node.
 
     Raises:
         SpecError: it is to run here.
     """
-    word = shlex.split(script.command)[0]
-    if word.endswith(".py") or "{" in word or shutil.which(word):  # which takes a path from here, too
+    program = shlex.split(script.command)[0]
+    if program.endswith(".py") or "{" in program or shutil.which(program):  # which takes a path from here, too
         return ()
-    what = f"script.command: there is no program {word} on this machine"
+    problem = f"script.command: there is no program {program} on this machine"
     if spec.cluster.kind != "local":
-        return (f"{what}: the nodes need one",)
-    raise SpecError(what, "install it, activate its environment, or write its path")
+        return (f"{problem}: the nodes need one",)
+    raise SpecError(problem, "install it, activate its environment, or write its path")
 
 
-def _missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
+def _warn_missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     """Return what to say of a Python, not tula's own, that cannot import torch here but may on a node.
 
     Raises:
         SpecError: it is to run here.
     """
-    word = shlex.split(script.command)[0]
-    python = shutil.which(word) if PYTHON.fullmatch(Path(word).name) else None
+    program = shlex.split(script.command)[0]
+    python = shutil.which(program) if PYTHON.fullmatch(Path(program).name) else None
     is_tulas = python is None or Path(python).parent == Path(sys.executable).parent
     set_up = [options.setup for options in (spec.cluster.slurm, spec.cluster.scheduler) if options is not None]
     if python is None or is_tulas or any(set_up):  # set-up lines may activate another
@@ -91,7 +91,7 @@ def _missing_torch(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if tried.returncode == 0:
         return ()
     why = (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
-    what = f"script.command: {python} cannot import torch: {why}"
+    problem = f"script.command: {python} cannot import torch: {why}"
     if spec.cluster.kind != "local":
-        return (f"{what}; on the nodes it has to",)
-    raise SpecError(what, "activate the environment that has it, or write the path of its python")
+        return (f"{problem}; on the nodes it has to",)
+    raise SpecError(problem, "activate the environment that has it, or write the path of its python")

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 
 from tula_cli.cluster.rank_start import world_size
-from tula_cli.cluster.scripts.printed_metrics import no_step
-from tula_cli.cluster.scripts.values import learning_rate, own
+from tula_cli.cluster.scripts.printed_metrics import describe_missing_step
+from tula_cli.cluster.scripts.values import learning_rate, script_of
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, clean_steps, dataset_size, mismatches
 from tula_cli.models.efficiency import Pair, summarise
@@ -24,7 +24,7 @@ class NotMeasured(Exception):
     """Why a start of a script is no measurement; its words are for the user."""
 
 
-def measured(
+def build_probe_result(
     task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, cores: int, log: Path, notes: Sequence[str] = ()
 ) -> Measured:
     """Return the result of a probe.
@@ -41,13 +41,13 @@ def measured(
         NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
     """
     world = world_size(task)
-    steps = _steps(ranks, log)
-    first = ranks[0]
+    steps = _counted_steps(ranks, log)
+    first_rank = ranks[0]
     waits = [step.wait for step in steps if step.wait is not None]
-    sync = _slowest([] if rank.split is None else rank.split.sync for rank in ranks)
-    local = _slowest([] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks)
+    sync = _slowest_median([] if rank.split is None else rank.split.sync for rank in ranks)
+    local = _slowest_median([] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks)
     times = tuple(step.seconds for step in steps)
-    beyond = [_sync_beyond(sync, median(times))] if sync is not None and sync > median(times) else []
+    beyond = [_warn_long_sync(sync, median(times))] if sync is not None and sync > median(times) else []
     alone = world == 1  # nothing to synchronise: a step is local work
     return Measured(
         **probe_identity(task, local_batch),
@@ -58,9 +58,9 @@ def measured(
         sync_time=0.0 if alone else sync,
         compute_time=median(times) if alone else local,
         data_wait=median(waits) if len(waits) == len(steps) else None,
-        memory=_memory(ranks),
+        memory=_peak_memory(ranks),
         capacity=task.spec.cluster.memory_per_gpu or min((rank.capacity or 0 for rank in ranks), default=0) or None,
-        gradients=_gradients(ranks, local_batch=local_batch, batch=local_batch * world),
+        gradients=_gradient_stats(ranks, local_batch=local_batch, batch=local_batch * world),
         overheads=Overheads(
             startup=max(rank.startup or 0.0 for rank in ranks),
             eval_batch=None,
@@ -68,48 +68,48 @@ def measured(
             checkpoint=None,
             refresh=None,
         ),
-        environment=_environment(ranks),
+        environment=_describe_environment(ranks),
         dataset_size=_dataset_size(task, ranks),
         eval_size=None,
-        oversubscribed=_oversubscribed(task, ranks, cores),
+        oversubscribed=_is_oversubscribed(task, ranks, cores),
         measured_at=time.time(),
         script=ScriptSeen(
-            optimizer=first.optimizer,
-            parameters=first.parameters,
-            lr=first.lr,
-            lr_given=_lr_given(task, local_batch * world),
-            notes=(*first.notes, *notes, *beyond),
+            optimizer=first_rank.optimizer,
+            parameters=first_rank.parameters,
+            lr=first_rank.lr,
+            lr_given=_learning_rate_given(task, local_batch * world),
+            notes=(*first_rank.notes, *notes, *beyond),
         ),
     )
 
 
-def _sync_beyond(sync: float, step: float) -> str:
+def _warn_long_sync(sync: float, step: float) -> str:
     return (
         f"synchronisation ({1000 * sync:.3g} ms) is longer than the whole step ({1000 * step:.3g} ms), of which it is a part:"
         " the ranks waited for each other while it was measured; do not rely on it"
     )
 
 
-def _lr_given(task: ProbeTask, batch: int) -> float | None:
+def _learning_rate_given(task: ProbeTask, batch: int) -> float | None:
     """Return what the command line says of the learning rate: it, or the factor that the script multiplies its own by."""
-    asked = own(task.spec).placeholders
+    placeholders = script_of(task.spec).placeholders
     return (
         learning_rate(task.spec, batch)
-        if "lr" in asked
+        if "lr" in placeholders
         else lr_scale(task.spec, batch)
-        if "lr_factor" in asked
+        if "lr_factor" in placeholders
         else None
     )
 
 
-def _steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
+def _counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
     """Return the steps that are to be counted.
 
     Raises:
         NotMeasured: there are too few, or a claim does not hold.
     """
     if not ranks:
-        raise NotMeasured(f"the command ended well, but {no_step(log)}")
+        raise NotMeasured(f"the command ended well, but {describe_missing_step(log)}")
     if found := mismatches(ranks):
         raise NotMeasured("; ".join(mismatch.words for mismatch in found))
     if len(ranks) < ranks[0].world:
@@ -134,20 +134,20 @@ def _steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
     return steps
 
 
-def _slowest(ranks: Iterable[Sequence[float]]) -> float | None:
+def _slowest_median(ranks: Iterable[Sequence[float]]) -> float | None:
     """Return the largest median of all ranks, as tula's own loop tells it; None where a rank has none."""
-    found = [median(seconds) if seconds else None for seconds in ranks]
-    return None if None in found else max(value for value in found if value is not None)
+    medians = [median(seconds) if seconds else None for seconds in ranks]
+    return None if None in medians else max(value for value in medians if value is not None)
 
 
-def _memory(ranks: Sequence[RankResult]) -> PeakMemory:
+def _peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
     """Return that of the rank with the highest peak, whatever it was doing."""
     peaks = [peak for rank in ranks for peak in rank.peak.values()]
     sizes = [rank.bytes for rank in ranks if rank.bytes is not None]
     states = None
     if sizes:
-        parts = {part: max(size[part] for size in sizes) for part in ("parameters", "gradients", "optimizer")}
-        states = ModelStates(**parts, factors=0)
+        sizes_by_kind = {kind: max(size[kind] for size in sizes) for kind in ("parameters", "gradients", "optimizer")}
+        states = ModelStates(**sizes_by_kind, factors=0)
     return PeakMemory(
         states=states,
         peak=max(peak.allocated for peak in peaks),
@@ -155,7 +155,7 @@ def _memory(ranks: Sequence[RankResult]) -> PeakMemory:
     )
 
 
-def _gradients(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
+def _gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
     """Return the gradient norms, the local ones as means over all ranks; None where DDP has not told them."""
     norms = [rank.split.norms for rank in ranks if rank.split is not None]
     if len(ranks) < 2 or len(norms) < len(ranks):
@@ -168,27 +168,32 @@ def _gradients(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> 
     return summarise(pairs, local_batch=local_batch, batch=batch) if pairs else None
 
 
-def _environment(ranks: Sequence[RankResult]) -> Environment:
+def _describe_environment(ranks: Sequence[RankResult]) -> Environment:
     hosts: dict[str, list[RankResult]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
     nodes = tuple(
-        Host(name=name, ranks=len(own), hardware=tuple(sorted({rank.hardware for rank in own})), driver="")
-        for name, own in hosts.items()
+        Host(
+            name=name,
+            ranks=len(rank_results),
+            hardware=tuple(sorted({rank.hardware for rank in rank_results})),
+            driver="",
+        )
+        for name, rank_results in hosts.items()
     )
-    first = ranks[0]
+    first_rank = ranks[0]
     return Environment(
         hosts=tuple(hosts),
-        device=first.device,
+        device=first_rank.device,
         hardware=" + ".join(sorted({rank.hardware for rank in ranks})),
         driver="",
-        backend=first.backend,
-        python=first.python,
-        torch=first.torch,
+        backend=first_rank.backend,
+        python=first_rank.python,
+        torch=first_rank.torch,
         torchvision="",
         tula=__version__,
         nodes=nodes,
-        workers=first.loader.workers if first.loader is not None else None,
+        workers=first_rank.loader.workers if first_rank.loader is not None else None,
     )
 
 
@@ -198,16 +203,16 @@ def _dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
     Raises:
         NotMeasured: nobody says.
     """
-    known = own(task.spec).known_dataset_size
+    known_size = script_of(task.spec).known_dataset_size
     counted = dataset_size(ranks)
-    if known is None and counted is None:
+    if known_size is None and counted is None:
         raise NotMeasured(
             "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"
             " length; give script.dataset_size"
         )
-    return known if known is not None else int(counted or 0)
+    return known_size if known_size is not None else int(counted or 0)
 
 
-def _oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int) -> bool:
-    here = len(ranks) if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node
-    return ranks[0].device == "cpu" and here > cores
+def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int) -> bool:
+    ranks_on_node = len(ranks) if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node
+    return ranks[0].device == "cpu" and ranks_on_node > cores

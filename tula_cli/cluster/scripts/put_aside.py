@@ -42,7 +42,7 @@ class ChangedFile:
         return self.path.is_file() and filecmp.cmp(self.path, self.copy, shallow=False)
 
 
-def put_aside(attempt: ScriptAttempt) -> str:
+def put_aside_probe_files(attempt: ScriptAttempt) -> str:
     """Move what a start has made since its first step into its folder, and restore what it has changed or removed.
 
     What was written before the first step stays: it holds nothing of a training (downloads, prepared data, settings).
@@ -69,7 +69,7 @@ def put_aside(attempt: ScriptAttempt) -> str:
     for folder in folders:  # the deepest first; what the probe made, and holds nothing more
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-    text = _words(moved, remaining, attempt.aside)
+    text = _describe_moved(moved, remaining, attempt.aside)
     if text:
         append_json_line(attempt.path / "aside.jsonl", {"text": text})
     return text
@@ -89,10 +89,12 @@ def _changed_files(
         existed = any(event["existed"] for event in events)
         if not existed and not os.path.lexists(name):
             continue  # a draft that was renamed, or a temporary file
-        if any(event["late"] for event in events) or _modified(Path(name)) >= since:
+        if any(event["late"] for event in events) or _modified_at(Path(name)) >= since:
             yield ChangedFile(Path(name), existed, None if copy is None else Path(copy), modified)
-    made = {file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path}
-    yield from (ChangedFile(file, False, None) for file in sorted(made) if _modified(file) >= since)
+    new_files = {
+        file for folder in folders for file in folder.rglob("*") if file.is_file() and str(file) not in by_path
+    }
+    yield from (ChangedFile(file, False, None) for file in sorted(new_files) if _modified_at(file) >= since)
 
 
 def _restore(file: ChangedFile, target: Path) -> bool:
@@ -108,26 +110,26 @@ def _restore(file: ChangedFile, target: Path) -> bool:
     return True
 
 
-def _modified(path: Path) -> float:
+def _modified_at(path: Path) -> float:
     try:
         return path.lstat().st_mtime
     except OSError:
         return 0.0
 
 
-def _words(moved: Sequence[str], remaining: Sequence[str], folder: Path) -> str:
-    parts = []
+def _describe_moved(moved: Sequence[str], remaining: Sequence[str], folder: Path) -> str:
+    sentences = []
     if moved:
-        parts.append(
-            f"the script writes outside of {{out}}: {_listed(moved)}; put aside in {folder}, so that no training starts from it"
+        sentences.append(
+            f"the script writes outside of {{out}}: {_list_names(moved)}; put aside in {folder}, so that no training starts from it"
         )
     if remaining:
-        parts.append(
-            f"the script changed {_listed(remaining)}, which could not be restored: check it before a training starts from it"
+        sentences.append(
+            f"the script changed {_list_names(remaining)}, which could not be restored: check it before a training starts from it"
         )
-    return "; ".join(parts)
+    return "; ".join(sentences)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _list_names(names: Sequence[str]) -> str:
+    hidden = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")

@@ -5,16 +5,16 @@ from typing import Any
 
 from tula_cli.cluster.scripts.copies import copy_optim
 from tula_cli.errors import JobFailed
-from tula_cli.models.refresh import small_batch
+from tula_cli.models.refresh import small_batch_size
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import cannot_write
+from tula_cli.run.files import write_error
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.results import Scaled
 from tula_cli.run.records.shim import AgsPlan, OrthoPlan
 from tula_cli.run.records.tasks import Task, TrainTask
 
-NEVER = 10**9
+NEVER_STEPS = 10**9
 """Steps of an epoch, to a probe: refreshes are not among the steps that it times, unless every step is one."""
 
 
@@ -36,11 +36,11 @@ def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: i
         return None
     settings = spec.ags.resolved().model_dump()
     return AgsPlan(
-        code=_library(run),
+        code=_copy_library(run),
         settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "consensus", "parameters")},
         apply_to=spec.ags.apply_to,
         b_large=command.batch,
-        b_small=small_batch(spec, command.batch),
+        b_small=small_batch_size(spec, command.batch),
         available=max(1, command.batch // command.ranks // spec.train.accumulate),
         steps_per_epoch=_steps_per_epoch(task, command.batch, dataset_size),
         seed=spec.train.seed,
@@ -57,19 +57,19 @@ def ortho_plan(run: RunDir, task: Task, command: LeaderCommand) -> OrthoPlan | N
     train = task.spec.train
     if not train.facts.orthogonalises:
         return None
-    return OrthoPlan(code=_library(run), beta2_power=command.batch / train.reference_batch)
+    return OrthoPlan(code=_copy_library(run), beta2_power=command.batch / train.reference_batch)
 
 
-def _library(run: RunDir) -> str:
+def _copy_library(run: RunDir) -> str:
     try:
         return str(copy_optim(run.path))
     except OSError as error:
-        raise cannot_write(run.path, error) from error
+        raise write_error(run.path, error) from error
 
 
 def _steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
     if not isinstance(task, TrainTask) or task.spec.ags.resolved().refresh != "epoch":
-        return NEVER
+        return NEVER_STEPS
     if size is None:
         raise JobFailed(
             "ags.refresh is epoch, and nothing tells how many samples an epoch has",
@@ -78,11 +78,11 @@ def _steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
     return max(1, size // batch)
 
 
-def applied(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
+def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
     """Return what AGS did in a training, from the newest row of each attempt; None where there was none of it."""
-    told = [row["ags"]["so_far"] for row in rows if row.get("ags")]
-    steps = sum(one["steps"] for one in told)
+    summaries = [row["ags"]["so_far"] for row in rows if row.get("ags")]
+    steps = sum(one["steps"] for one in summaries)
     if not steps:
         return None
-    scaled, mean = (sum(one[name] * one["steps"] for one in told) / steps for name in ("scaled", "mean"))
-    return Scaled(steps=round(steps), scaled=scaled, mean=mean, apply_to=told[-1]["apply_to"])
+    scaled, mean = (sum(one[name] * one["steps"] for one in summaries) / steps for name in ("scaled", "mean"))
+    return Scaled(steps=round(steps), scaled=scaled, mean=mean, apply_to=summaries[-1]["apply_to"])

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_start import tells_ranks, world_size
+from tula_cli.cluster.rank_start import has_tagged_lines, world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
-from tula_cli.cluster.scripts.scaled import applied
-from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
+from tula_cli.cluster.scripts.scaled import summarize_scaling
+from tula_cli.cluster.scripts.values import ScriptProcess, learning_rate, placeholder_values, script_of
 from tula_cli.models import claims
-from tula_cli.models.time.changes.step_change import change_of
+from tula_cli.models.time.changes.step_change import describe_level_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -24,7 +24,7 @@ from tula_cli.run.records.rehearsals import Verdict
 from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
 from tula_cli.run.records.shim import RankResult
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.script_attempt import Rehearsals, ScriptAttempt
+from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.source.keys import values_without_secrets
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts import section
@@ -32,11 +32,11 @@ from tula_cli.spec.scripts.own_script import Resume
 from tula_cli.spec.signature import rehearsal_signature
 
 if TYPE_CHECKING:
-    from tula_cli.models.time.changes.script_pace import ScriptPace
+    from tula_cli.models.time.changes.script_pace import ScriptLevelDetector
 
-SHORT_BY = 0.05
+SHORT_TOLERANCE = 0.05
 """Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""
-REMEMBERED = 50
+MAX_SAVES_REMEMBERED = 50
 """Checkpoints of which is kept how much was trained before them."""
 
 
@@ -59,70 +59,78 @@ class ScriptTraining:
     # --- where it goes on
 
     @property
-    def out(self) -> Path:
+    def output_folder(self) -> Path:
         """The folder of the script's own files. After a smaller batch that may not go on from them, a new one."""
-        first = next((task.batch for task in self.training.tasks()), self.task.batch)
-        anew = self.task.batch != first and not self._any_batch
+        first_batch = next((task.batch for task in self.training.tasks()), self.task.batch)
+        anew = self.task.batch != first_batch and not self._resumes_at_any_batch
         return (self.training.path / (f"out-{self.task.batch}" if anew else "out")).absolute()
 
     @property
-    def resume(self) -> Resume | None:
+    def resume_settings(self) -> Resume | None:
         """How the script goes on: as the spec says, else as it was seen to by itself; None if it begins anew."""
-        given, pattern = own(self.task.spec).resume, self.training.script_saves().resumes_from
-        return Resume(checkpoint=pattern, batch="same") if given is None and pattern else given
+        configured, pattern = script_of(self.task.spec).resume, self.training.script_saves().resumes_from
+        return Resume(checkpoint=pattern, batch="same") if configured is None and pattern else configured
 
     @property
-    def _any_batch(self) -> bool:
-        return self.goes_on in ("epoch", "any")
+    def _resumes_at_any_batch(self) -> bool:
+        return self.resume_verdict in ("epoch", "any")
 
     @cached_property
-    def goes_on(self) -> Verdict:
+    def resume_verdict(self) -> Verdict:
         """With which batch the script may go on from a checkpoint: as the spec says, else as a rehearsal has found.
 
         Where that has found its checkpoint to be of no use, nobody's word helps. What was not rehearsed goes on at the same.
         """
-        resume, code = self.resume, self.run.code(self.task.code)
+        resume, code = self.resume_settings, self.run.code(self.task.code)
         if resume is None:
             return "none"
         key = rehearsal_signature(self.task.spec, code.digest if code is not None else "")
-        found = Rehearsals(self.run.path).kept(key)
-        if found is not None and found.verdict == "none":
+        resume_test = ResumeTestRecords(self.run.path).newest_verdict(key)
+        if resume_test is not None and resume_test.verdict == "none":
             return "none"
         if resume.batch != "rehearse":
             return resume.batch
-        return "same" if found is None or found.verdict is None else found.verdict
+        return "same" if resume_test is None or resume_test.verdict is None else resume_test.verdict
 
     @property
-    def known(self) -> dict[str, str | float]:
+    def placeholder_values(self) -> dict[str, str | float]:
         """What the placeholders of paths stand for."""
-        place = Place(self.task.nodes, 0, "", 0)
+        process = ScriptProcess(self.task.nodes, 0, "", 0)
         task, run = self.task, self.run.path.absolute()
-        return values(task.spec, place, batch=task.batch, out=self.out, run=run, workers=0, splits=task.splits)
+        return placeholder_values(
+            task.spec, process, batch=task.batch, out=self.output_folder, run=run, workers=0, splits=task.splits
+        )
 
-    def checkpoint(self) -> Path | None:
+    def newest_checkpoint(self) -> Path | None:
         """Return the checkpoint to go on from; None where it begins anew."""
         return self._checkpoints()[0]
 
     def _checkpoints(self) -> tuple[Path | None, list[Path]]:
         """Return the checkpoint to go on from, and the newer ones that are passed over because they are damaged."""
-        resume, attempts = self.resume, self.training.attempts()
-        if not self._any_batch:
+        resume, attempts = self.resume_settings, self.training.attempts()
+        if not self._resumes_at_any_batch:
             alike = {task.id for task in self.training.tasks() if task.batch == self.task.batch}
             attempts = [attempt for attempt in attempts if attempt.task in alike]
-        if resume is None or self.goes_on == "none" or not attempts:
+        if resume is None or self.resume_verdict == "none" or not attempts:
             return None, []
         began = min(attempt.started_at for attempt in attempts)
         useless = self.training.script_saves().left_out
         left_out = ("", 0.0) if useless is None else (useless.checkpoint, useless.saved_at)
-        return checkpoints.newest(resume, self.known, workdir=Path(self.task.workdir), since=began, left_out=left_out)
+        return checkpoints.find_newest(
+            resume, self.placeholder_values, workdir=Path(self.task.workdir), since=began, left_out=left_out
+        )
 
     # --- how far it is
 
     @property
     def dataset_size(self) -> int | None:
         """Samples of an epoch: as the spec says, else as probes or the training's own first steps have shown."""
-        known = own(self.task.spec).known_dataset_size or self._measured_size
-        return claims.dataset_size(self._begun) if known is None and self._begun else known
+        known_size = script_of(self.task.spec).known_dataset_size or self._measured_size
+        return (
+            claims.dataset_size(self._first_rank_results)
+            if known_size is None and self._first_rank_results
+            else known_size
+        )
 
     @cached_property
     def _measured_size(self) -> int | None:
@@ -130,29 +138,31 @@ class ScriptTraining:
         return next(measured, None)
 
     @property
-    def _begun(self) -> Sequence[RankResult]:
+    def _first_rank_results(self) -> Sequence[RankResult]:
         """The first steps of the first start at this batch, which had the whole dataset before it; empty until it has them."""
         if not self._first_steps:
             attempts = self.run.attempts(self.task.id)
-            begun = ScriptAttempt(self.run.path, self.task.id, attempts[0].number).begun() if attempts else []
-            if begun and len(begun) >= begun[0].world:
-                self._first_steps.extend(begun)
+            first_results = (
+                ScriptAttempt(self.run.path, self.task.id, attempts[0].number).first_results() if attempts else []
+            )
+            if first_results and len(first_results) >= first_results[0].world:
+                self._first_steps.extend(first_results)
         return self._first_steps
 
     @property
     def epoch_samples(self) -> int | None:
         """Samples that an epoch trains on: those of the dataset without what the loader drops, with what it repeats."""
-        size, seen = self.dataset_size, claims.epoch_samples(self._begun)
-        by_loader = claims.dataset_size(self._begun) if self._begun else None
-        if own(self.task.spec).length.epochs is None or seen is None or by_loader != size:
+        size, observed = self.dataset_size, claims.epoch_samples(self._first_rank_results)
+        by_loader = claims.dataset_size(self._first_rank_results) if self._first_rank_results else None
+        if script_of(self.task.spec).length.epochs is None or observed is None or by_loader != size:
             return size  # a loader of a part of the dataset tells nothing of an epoch
-        return seen
+        return observed
 
     @property
-    def total(self) -> int | None:
+    def total_samples(self) -> int | None:
         """Samples of the whole training."""
         size = self.epoch_samples
-        return None if size is None else section.samples(own(self.task.spec), size)
+        return None if size is None else section.samples(script_of(self.task.spec), size)
 
     def base(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and the steps that an attempt begins with."""
@@ -164,7 +174,7 @@ class ScriptTraining:
         """Return whether an attempt that was given no checkpoint has loaded one, as was noted at its first step."""
         return self.training.script_saves().resumed_attempt == (command.task, command.attempt)
 
-    def note_own_resume(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
+    def detect_own_resume(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Notice, at the first step of an attempt, that the script has loaded what an earlier attempt has saved.
 
         How much that holds is what the earlier one had trained when it was written.
@@ -174,10 +184,10 @@ class ScriptTraining:
             for earlier_attempt in self.training.attempts()
             if (earlier_attempt.task, earlier_attempt.number) != (command.task, command.attempt)
         ]
-        if own(self.task.spec).resume is not None or command.checkpoint or not earlier:
+        if script_of(self.task.spec).resume is not None or command.checkpoint or not earlier:
             return
-        first = min(earlier_attempt.started_at for earlier_attempt in earlier)
-        loads = [row for row in attempt.loads(0) if first <= row["written"] < _began(attempt)]
+        first_start = min(earlier_attempt.started_at for earlier_attempt in earlier)
+        loads = [row for row in attempt.loads(0) if first_start <= row["written"] < _plan_written_at(attempt)]
         if not loads:
             return
         newest = max(loads, key=lambda row: float(row["written"]))
@@ -186,24 +196,24 @@ class ScriptTraining:
             (earlier_attempt for earlier_attempt in earlier if earlier_attempt.started_at <= written),
             key=lambda earlier_attempt: earlier_attempt.started_at,
         )
-        steps, counted = _until(ScriptAttempt(self.run.path, writer.task, writer.number), written)
+        steps, counted = _position_at(ScriptAttempt(self.run.path, writer.task, writer.number), written)
         samples, batch = steps * self.task.batch if counted is None else round(counted * self.world), self.task.batch
         self.training.write_script_progress(
             ScriptProgress(samples=samples, steps=steps, batch=batch, checkpoint=str(path), saved_at=written)
         )
-        pattern, known = self._pattern(path), self.training.script_saves()
-        lost = (*known.lost[:-1], *(max(0, value - samples) for value in known.lost[-1:]))
+        pattern, saves = self._pattern_like(path), self.training.script_saves()
+        lost = (*saves.lost[:-1], *(max(0, value - samples) for value in saves.lost[-1:]))
         update = {"lost": lost, "resumes_from": pattern, "resumed_attempt": (command.task, command.attempt)}
-        self.training.write_script_saves(known.model_copy(update=update))
-        words = (
+        self.training.write_script_saves(saves.model_copy(update=update))
+        message = (
             f"the script has resumed by itself from {path.name}, which holds {samples} samples, and is counted from there;"
             f' so that it is known beforehand, write in section script: resume: {{checkpoint: "{pattern}"}}'
         )
-        self._add("warning", samples, message=words)
+        self._add("warning", samples, message=message)
 
-    def _pattern(self, path: Path) -> str:
+    def _pattern_like(self, path: Path) -> str:
         """Return the pattern of checkpoints like one, with * for its numbers."""
-        folder = self.out.resolve()
+        folder = self.output_folder.resolve()
         if not path.is_relative_to(folder):
             return glob.escape(str(path)).replace("{", "{{").replace("}", "}}")
         name = glob.escape(str(path.relative_to(folder))).replace("{", "{{").replace("}", "}}")
@@ -212,20 +222,24 @@ class ScriptTraining:
     @property
     def _progress(self) -> ScriptProgress | None:
         """The newest checkpoint that was settled, where this batch may go on from it."""
-        found = self.training.script_progress()
-        return found if found is not None and (found.batch == self.task.batch or self._any_batch) else None
+        progress = self.training.script_progress()
+        return (
+            progress
+            if progress is not None and (progress.batch == self.task.batch or self._resumes_at_any_batch)
+            else None
+        )
 
-    def begin(self, command: LeaderCommand) -> None:
+    def log_start(self, command: LeaderCommand) -> None:
         """Write the row of a start."""
-        if self.goes_on == "none" and own(self.task.spec).resume is not None:
-            words = "a rehearsal has found that the script cannot go on from its own checkpoint: each interruption begins it anew"
-            self._add("warning", 0, message=words)
-        for words in self._damage():
-            self._add("warning", self.base(command)[0], message=words)
+        if self.resume_verdict == "none" and script_of(self.task.spec).resume is not None:
+            message = "a rehearsal has found that the script cannot go on from its own checkpoint: each interruption begins it anew"
+            self._add("warning", 0, message=message)
+        for message in self._describe_damaged():
+            self._add("warning", self.base(command)[0], message=message)
         lr = learning_rate(self.task.spec, self.task.batch)
         self._add("start", self.base(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
 
-    def _damage(self) -> Iterator[str]:
+    def _describe_damaged(self) -> Iterator[str]:
         """Yield a line for each damaged checkpoint that this start passes over."""
         used, damaged = self._checkpoints()
         progress = self.training.script_progress()
@@ -238,7 +252,7 @@ class ScriptTraining:
                 " is trained again"
             )
 
-    def follow(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:
+    def log_progress(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:
         """Write a row of how far an attempt is, where it has stepped since; return the steps it stands at.
 
         Args:
@@ -250,13 +264,13 @@ class ScriptTraining:
         if beat is None or beat.step <= after:
             return after
         if after == 0:
-            self.note_own_resume(attempt, command)
+            self.detect_own_resume(attempt, command)
         for note in attempt.notes(0) if after == 0 else ():
             self._add("warning", self.base(command)[0], message=note)
         row = attempt.newest_row(0)
-        samples, steps = self._reached(command, beat.step, beat.samples)
+        samples, steps = self._position_reached(command, beat.step, beat.samples)
         batch = (beat.step_samples or 0) * self.world or self.task.batch
-        remaining = None if self.total is None else max(0, self.total - samples) / batch * beat.seconds
+        remaining = None if self.total_samples is None else max(0, self.total_samples - samples) / batch * beat.seconds
         self._add(
             "step",
             samples,
@@ -269,7 +283,7 @@ class ScriptTraining:
         )
         return beat.step
 
-    def follow_batch(self, attempt: ScriptAttempt, command: LeaderCommand, *, before: float) -> float:
+    def check_step_samples(self, attempt: ScriptAttempt, command: LeaderCommand, *, previous: float) -> float:
         """Warn of steps that have come to train on another number of samples; return that of the newest steps.
 
         Args:
@@ -278,34 +292,36 @@ class ScriptTraining:
             before: samples of a step that were seen, or asked for, until now.
         """
         beat = attempt.heartbeat(0)
-        seen = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
-        changed = claims.changed_batch(seen, before=before)
+        observed = None if beat is None or beat.step_samples is None else beat.step_samples * self.world
+        changed = claims.changed_batch(observed, before=previous)
         if beat is None or changed is None:
-            return before
-        samples, steps = self._reached(command, beat.step, beat.samples)
-        words = (
+            return previous
+        samples, steps = self._position_reached(command, beat.step, beat.samples)
+        message = (
             f"by step {steps} a step has come to train on {changed:g} samples, and the command was given a batch of"
             f" {self.task.batch}: step time, cost and learning rate were predicted for {self.task.batch}. Does the script"
             " accumulate more, or enlarge its batch, after its first steps?"
         )
-        self._add("warning", samples, message=words)
+        self._add("warning", samples, message=message)
         return changed
 
-    def look(self, pace: "ScriptPace", attempt: ScriptAttempt, command: LeaderCommand) -> None:
+    def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Say where steps have come to take another time."""
         beat = attempt.heartbeat(0)
         if beat is None or beat.lost is not None:
             return
-        samples, _ = self._reached(command, beat.step, beat.samples)
-        level = pace.look(beat, attempt.gaps(0), samples=samples, epoch=self._epoch(samples))
+        samples, _ = self._position_reached(command, beat.step, beat.samples)
+        level = pace.judge_steps(beat, attempt.gaps(0), samples=samples, epoch=self._epoch(samples))
         if level is None:
             return
-        left = None if self.total is None else max(0, self.total - samples) / self.task.batch
-        found = change_of(level, self.task, lambda step_time: None if left is None else left * step_time)
-        self._add("change", samples, change=found.model_dump(mode="json"))
+        remaining_steps = None if self.total_samples is None else max(0, self.total_samples - samples) / self.task.batch
+        change = describe_level_change(
+            level, self.task, lambda step_time: None if remaining_steps is None else remaining_steps * step_time
+        )
+        self._add("change", samples, change=change.model_dump(mode="json"))
 
-    def note_save(
-        self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = checkpoints.SETTLED
+    def record_save(
+        self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = checkpoints.SETTLED_SECONDS
     ) -> None:
         """Keep how much was trained before a checkpoint that an attempt has written since the last look.
 
@@ -314,49 +330,51 @@ class ScriptTraining:
             command: what it was started with.
             settled: seconds without a change after which it is taken to be whole.
         """
-        found = self.checkpoint()
-        saved_at = 0.0 if found is None else checkpoints.changed(found)
-        known, began, beat = self.training.script_saves(), _began(attempt), attempt.heartbeat(0)
+        checkpoint = self.newest_checkpoint()
+        saved_at = 0.0 if checkpoint is None else checkpoints.changed_at(checkpoint)
+        saves, began, beat = self.training.script_saves(), _plan_written_at(attempt), attempt.heartbeat(0)
         if settled and (beat is None or beat.stepped_at <= saved_at):
             return  # the row that tells in which step it was written comes with the next one
-        if not max([began, *(save.saved_at for save in known.saves[-1:])]) < saved_at <= time.time() - settled:
+        if not max([began, *(save.saved_at for save in saves.saves[-1:])]) < saved_at <= time.time() - settled:
             return
-        before = next((save.saved_at for save in known.saves[-1:] if save.saved_at > began), None)
-        steps, samples = self._since(attempt, command, before, saved_at)
+        previous_save = next((save.saved_at for save in saves.saves[-1:] if save.saved_at > began), None)
+        steps, samples = self._trained_between(attempt, command, previous_save, saved_at)
         if steps < 1:
             return
-        seconds = None if before is None else saved_at - before
+        seconds = None if previous_save is None else saved_at - previous_save
         save = Save(saved_at=saved_at, batch=self.task.batch, steps=steps, samples=samples, seconds=seconds)
-        update = {"saves": (*known.saves, save)[-REMEMBERED:]}
-        self.training.write_script_saves(known.model_copy(update=update))
+        update = {"saves": (*saves.saves, save)[-MAX_SAVES_REMEMBERED:]}
+        self.training.write_script_saves(saves.model_copy(update=update))
 
-    def _since(
+    def _trained_between(
         self, attempt: ScriptAttempt, command: LeaderCommand, begin: float | None, end: float
     ) -> tuple[int, int]:
         """Return the steps and samples that an attempt has trained from one checkpoint, or its start, to another."""
-        first = self.base(command) if begin is None else self._reached(command, *_until(attempt, begin))
-        last = self._reached(command, *_until(attempt, end))
-        return last[1] - first[1], last[0] - first[0]
+        begin_position = (
+            self.base(command) if begin is None else self._position_reached(command, *_position_at(attempt, begin))
+        )
+        end_position = self._position_reached(command, *_position_at(attempt, end))
+        return end_position[1] - begin_position[1], end_position[0] - begin_position[0]
 
-    def _count_lost(self, samples: int) -> None:
+    def _record_lost(self, samples: int) -> None:
         """Keep what was trained after the newest checkpoint, by an attempt that has reached so many samples."""
-        progress, known = self._progress, self.training.script_saves()
+        progress, saves = self._progress, self.training.script_saves()
         lost = max(0, samples - (0 if progress is None else progress.samples))
-        self.training.write_script_saves(known.model_copy(update={"lost": (*known.lost, lost)}))
+        self.training.write_script_saves(saves.model_copy(update={"lost": (*saves.lost, lost)}))
 
-    def _reached(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
+    def _position_reached(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
         """Return samples (of all ranks, by the steps where rank 0 does not count) and steps of the whole training."""
-        before, steps = self.base(command)
-        seen = step * self.task.batch if samples is None else round(samples * self.world)
-        return before + seen, steps + step
+        samples_before, steps = self.base(command)
+        samples_seen = step * self.task.batch if samples is None else round(samples * self.world)
+        return samples_before + samples_seen, steps + step
 
-    def _add(self, kind: str, samples: int, **told: Any) -> None:
+    def _add(self, kind: str, samples: int, **values: Any) -> None:
         row = {
             "kind": kind,
             "time": time.time(),
             "samples": samples,
             "epoch": self._epoch(samples),
-            **values_without_secrets(told),
+            **values_without_secrets(values),
         }
         append_json_line(self.training.metrics_path, row)
 
@@ -366,72 +384,74 @@ class ScriptTraining:
 
     def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
         """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""
-        words = claims.broken_claims(ranks, resumed=bool(command.checkpoint))
-        return ExitReason("user", words, final=True) if words else None
+        violation = claims.broken_claims(ranks, resumed=bool(command.checkpoint))
+        return ExitReason("user", violation, final=True) if violation else None
 
     # --- after an attempt
 
-    def settled(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+    def settle_attempt(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
         """Keep what an attempt has saved, and the result of the last one; return why it ended, once that is known."""
         attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
         beat = attempt.heartbeat(0)
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
-        samples, steps = self._reached(command, step, counted)
+        samples, steps = self._position_reached(command, step, counted)
         log = self.run.log_path(self.task.id, command.attempt)
         if reason.outcome is None and beat is None and not command.checkpoint:
-            return ExitReason("user", f"the command ended well, but {printed_metrics.no_step(log)}")
+            return ExitReason("user", f"the command ended well, but {printed_metrics.describe_missing_step(log)}")
         if reason.outcome is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
             return broken
         if (
             reason.outcome == "user"
             and beat is None
-            and (again := self._fall_back(attempt, command, reason)) is not None
+            and (retry_reason := self._fall_back_to_older(attempt, command, reason)) is not None
         ):
-            return again
-        self.note_save(attempt, command, settled=0.0)
-        self._keep(attempt, command)
+            return retry_reason
+        self.record_save(attempt, command, settled=0.0)
+        self._record_newest_checkpoint(attempt, command)
         if reason.outcome is not None:
-            self._count_lost(samples)
+            self._record_lost(samples)
         if reason.outcome is None:
-            self._tell_short(samples)
+            self._warn_short(samples)
             self._write_result(samples, steps, None if beat is None else beat.seconds)
         return reason if beat is None else replace(reason, reached=samples)
 
-    def _fall_back(self, attempt: ScriptAttempt, command: LeaderCommand, reason: ExitReason) -> ExitReason | None:
+    def _fall_back_to_older(
+        self, attempt: ScriptAttempt, command: LeaderCommand, reason: ExitReason
+    ) -> ExitReason | None:
         """Leave out a checkpoint at which the script failed before its first step; return why it starts again.
 
         None where it is not the checkpoint's fault, or there is none before it. If the one before fails too, the script is
         at fault, and the newest counts again.
         """
-        known, progress = self.training.script_saves(), self._progress
-        failed = any(told.where == "script" and told.step == 0 for told in attempt.failures())
+        saves, progress = self.training.script_saves(), self._progress
+        failed = any(failure.where == "script" and failure.step == 0 for failure in attempt.failures())
         if not failed or progress is None or progress.checkpoint != command.checkpoint:
             return None
-        if known.left_out is not None and known.left_out.saved_at > progress.saved_at:
-            self.training.write_script_progress(known.left_out)
-            self.training.write_script_saves(known.model_copy(update={"left_out": None}))
+        if saves.left_out is not None and saves.left_out.saved_at > progress.saved_at:
+            self.training.write_script_progress(saves.left_out)
+            self.training.write_script_saves(saves.model_copy(update={"left_out": None}))
             return None
-        self.training.write_script_saves(known.model_copy(update={"left_out": progress}))
-        if (before := self.checkpoint()) is None:
-            self.training.write_script_saves(known)
+        self.training.write_script_saves(saves.model_copy(update={"left_out": progress}))
+        if (older := self.newest_checkpoint()) is None:
+            self.training.write_script_saves(saves)
             return None
-        self._go_back(progress, before)
-        words = f"{reason.words}; {Path(progress.checkpoint).name} is left out, and the checkpoint before it tried: {before.name}"
-        self._add("warning", progress.samples, message=words)
-        return ExitReason("unknown", words, reason.rank, reason.host)
+        self._use_older_checkpoint(progress, older)
+        message = f"{reason.description}; {Path(progress.checkpoint).name} is left out, and the checkpoint before it tried: {older.name}"
+        self._add("warning", progress.samples, message=message)
+        return ExitReason("unknown", message, reason.rank, reason.host)
 
-    def _go_back(self, progress: ScriptProgress, before: Path) -> None:
+    def _use_older_checkpoint(self, progress: ScriptProgress, older: Path) -> None:
         """Let an older checkpoint be the one to go on from: it holds what the newest does but for what came between."""
-        saved_at, known = checkpoints.changed(before), self.training.script_saves()
-        since = [save for save in known.saves if saved_at < save.saved_at <= progress.saved_at]
+        saved_at, saves = checkpoints.changed_at(older), self.training.script_saves()
+        since = [save for save in saves.saves if saved_at < save.saved_at <= progress.saved_at]
         samples = max(0, progress.samples - sum(save.samples for save in since))
         steps = max(0, progress.steps - sum(save.steps for save in since))
-        held = {"samples": samples, "steps": steps, "checkpoint": str(before), "saved_at": saved_at}
-        self.training.write_script_progress(progress.model_copy(update=held))
-        lost = (*known.lost, progress.samples - samples)
-        self.training.write_script_saves(known.model_copy(update={"lost": lost}))
+        progress_fields = {"samples": samples, "steps": steps, "checkpoint": str(older), "saved_at": saved_at}
+        self.training.write_script_progress(progress.model_copy(update=progress_fields))
+        lost = (*saves.lost, progress.samples - samples)
+        self.training.write_script_saves(saves.model_copy(update={"lost": lost}))
 
-    def take_up(self, lost: Attempt) -> None:
+    def recover_lost_attempt(self, lost: Attempt) -> None:
         """Keep what an attempt of this task has saved whose supervisor was lost, and could not."""
         progress = self._progress
         command = LeaderCommand(
@@ -439,36 +459,40 @@ class ScriptTraining:
         )
         attempt = ScriptAttempt(self.run.path, lost.task, lost.number)
         beat = attempt.heartbeat(0)
-        self.note_save(attempt, command, settled=0.0)
-        samples, _ = self._reached(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
-        self._keep(attempt, command)
-        self._count_lost(samples)
+        self.record_save(attempt, command, settled=0.0)
+        samples, _ = self._position_reached(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
+        self._record_newest_checkpoint(attempt, command)
+        self._record_lost(samples)
 
-    def _keep(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
+    def _record_newest_checkpoint(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Note the newest checkpoint, and how many samples it holds: those of the last row before it was written."""
-        found = self.checkpoint()
-        if found is None or (str(found) == command.checkpoint and checkpoints.changed(found) < _began(attempt)):
+        checkpoint = self.newest_checkpoint()
+        if checkpoint is None or (
+            str(checkpoint) == command.checkpoint and checkpoints.changed_at(checkpoint) < _plan_written_at(attempt)
+        ):
             return
-        saved_at = checkpoints.changed(found)
-        samples, steps = self._reached(command, *_until(attempt, saved_at))
+        saved_at = checkpoints.changed_at(checkpoint)
+        samples, steps = self._position_reached(command, *_position_at(attempt, saved_at))
         progress = ScriptProgress(
-            samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(found), saved_at=saved_at
+            samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(checkpoint), saved_at=saved_at
         )
         self.training.write_script_progress(progress)
 
-    def _tell_short(self, samples: int) -> None:
-        total = self.total
-        if total is not None and abs(samples - total) > max(SHORT_BY * total, self.task.batch):
-            words = f"the script ended after {samples} samples, and its length is {total}: {_doubt(samples < total)}"
-            self._add("warning", samples, message=words)
+    def _warn_short(self, samples: int) -> None:
+        total = self.total_samples
+        if total is not None and abs(samples - total) > max(SHORT_TOLERANCE * total, self.task.batch):
+            message = f"the script ended after {samples} samples, and its length is {total}: {_explain_length(samples < total)}"
+            self._add("warning", samples, message=message)
 
     def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
-        script, task = own(self.task.spec), self.task
+        script, task = script_of(self.task.spec), self.task
         attempts = self.training.attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
-        told = printed_metrics.found(script, self.known, logs, first=tells_ranks(task), workdir=Path(task.workdir))
-        for name, seen in told.items():
-            if not seen:
+        told = printed_metrics.read_metrics(
+            script, self.placeholder_values, logs, first_rank_only=has_tagged_lines(task), workdir=Path(task.workdir)
+        )
+        for name, values in told.items():
+            if not values:
                 self._add(
                     "warning", samples, message=f"script.metric {name} was nowhere to be found in what the script told"
                 )
@@ -486,12 +510,14 @@ class ScriptTraining:
                 best_epoch=0,
                 step_time=seconds or None,
                 finished_at=time.time(),
-                scaled=applied(ScriptAttempt(self.run.path, one.task, one.number).newest_row(0) for one in attempts),
+                scaled=summarize_scaling(
+                    ScriptAttempt(self.run.path, attempt_.task, attempt_.number).newest_row(0) for attempt_ in attempts
+                ),
             )
         )
 
 
-def _doubt(fewer: bool) -> str:
+def _explain_length(fewer: bool) -> str:
     return (
         "does its command hold {epochs}, {steps} or {samples}, and is script.dataset_size right?"
         if fewer
@@ -499,7 +525,7 @@ def _doubt(fewer: bool) -> str:
     )
 
 
-def _until(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
+def _position_at(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     """Return the steps, and rank 0's samples, that were over when a checkpoint was written (Unix time).
 
     A row of a save tells of the step in which it was written. Else those of the last row, or heartbeat, before it count:
@@ -516,7 +542,7 @@ def _until(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     return max(stood, key=lambda stand: stand[0], default=(0, None))
 
 
-def _began(attempt: ScriptAttempt) -> float:
+def _plan_written_at(attempt: ScriptAttempt) -> float:
     """Return when an attempt's plan was written."""
     try:
         return attempt.plan_path.stat().st_mtime

@@ -11,7 +11,7 @@ from tula_cli.spec.scripts.own_script import Script
 
 
 @dataclass(frozen=True)
-class Place:
+class ScriptProcess:
     """Which process of a job this is."""
 
     nodes: int
@@ -22,9 +22,9 @@ class Place:
     local_rank: int | None = None
 
 
-def values(
+def placeholder_values(
     spec: JobSpec,
-    place: Place,
+    process: ScriptProcess,
     *,
     batch: int,
     out: Path,
@@ -45,11 +45,11 @@ def values(
         checkpoint: the newest one; empty where there is none.
         splits: parts that each micro-batch of train.accumulate is computed in.
     """
-    script, gpus = own(spec), spec.cluster.gpus_per_node
-    local_batch = batch // (place.nodes * gpus)
+    script, gpus = script_of(spec), spec.cluster.gpus_per_node
+    local_batch = batch // (process.nodes * gpus)
     accumulate = spec.train.accumulate * splits
     micro_batch = local_batch // accumulate
-    found: dict[str, str | float | None] = {
+    values: dict[str, str | float | None] = {
         "batch": batch,
         "local_batch": local_batch,
         "micro_batch": micro_batch,
@@ -60,25 +60,25 @@ def values(
         "epochs": script.length.epochs,
         "seed": spec.train.seed,
         "workers": workers,
-        "nodes": place.nodes,
+        "nodes": process.nodes,
         "gpus_per_node": gpus,
-        "world": place.nodes * gpus,
-        "node_rank": place.node_rank,
-        "master_addr": place.master_addr,
-        "master_port": place.master_port,
-        "rank": place.rank,
-        "local_rank": place.local_rank,
+        "world": process.nodes * gpus,
+        "node_rank": process.node_rank,
+        "master_addr": process.master_addr,
+        "master_port": process.master_port,
+        "rank": process.rank,
+        "local_rank": process.local_rank,
         "out": str(out),
         "checkpoint": checkpoint or None,
         "tula_run": str(run),
     }
     size = script.known_dataset_size
     if size is not None:
-        found["steps"], found["samples"] = section.steps(script, batch, size), section.samples(script, size)
-    return {name: value for name, value in found.items() if value is not None}
+        values["steps"], values["samples"] = section.steps(script, batch, size), section.samples(script, size)
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def own(spec: JobSpec) -> Script:
+def script_of(spec: JobSpec) -> Script:
     """Return the script of a job that has one."""
     assert spec.script is not None, "a job of tula's own loop"
     return spec.script
@@ -86,11 +86,11 @@ def own(spec: JobSpec) -> Script:
 
 def learning_rate(spec: JobSpec, batch: int) -> float | None:
     """Return the learning rate of the command line at a global batch; None where the script has its own."""
-    lr = own(spec).reference.lr
+    lr = script_of(spec).reference.lr
     return None if lr is None else lr * lr_scale(spec, batch)
 
 
-def workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
+def loader_workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
     """Return the data-loader processes of a rank: as asked for, else by the cores that it has.
 
     Args:
@@ -99,7 +99,7 @@ def workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainT
         ranks_here: that share it.
         task: of a training, which may have fewer than its spec.
     """
-    asked = spec.train.workers if task is None else task.workers
-    if asked != "auto":
-        return asked
+    requested = spec.train.workers if task is None else task.workers
+    if requested != "auto":
+        return requested
     return spec.train.loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli import words
-from tula_cli.cluster.exit_reason import ExitReason, computed_on
+from tula_cli.cluster.exit_reason import ExitReason, compute_device
 from tula_cli.cluster.scripts import checkpoints
-from tula_cli.cluster.scripts.printed_metrics import no_step
-from tula_cli.cluster.scripts.put_aside import put_aside
-from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
+from tula_cli.cluster.scripts.printed_metrics import describe_missing_step
+from tula_cli.cluster.scripts.put_aside import put_aside_probe_files
+from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ResumeTest
 from tula_cli.cluster.scripts.script_training import ScriptTraining
-from tula_cli.cluster.scripts.values import own
+from tula_cli.cluster.scripts.values import script_of
 from tula_cli.host.leftovers import processes_with_variable
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import classify, telling_line
+from tula_cli.host.outcome import classify, find_telling_line
 from tula_cli.host.processes import inner_id
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
@@ -31,9 +31,9 @@ from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.scripts.placeholders import fill
 
 if TYPE_CHECKING:
-    from tula_cli.models.time.changes.script_pace import ScriptPace
+    from tula_cli.models.time.changes.script_pace import ScriptLevelDetector
 
-SILENCE = 60.0
+PROBE_SILENCE = 60.0
 """The least seconds without a sign of life after which a probe that has stepped is ended."""
 TRAINING_SILENCE = 600.0
 """The same of a training: it evaluates and saves, not always with what the shim sees, and is started again for nothing."""
@@ -70,115 +70,127 @@ class ScriptWatch:
     _step: int = 0
     _batch: float = 0.0  # samples of a step that were seen last; 0 before any were
     _broken: ExitReason | None = None
-    _held: bool = False  # the first steps of all ranks against what is claimed
+    _claims_checked: bool = False  # the first steps of all ranks against what is claimed
 
     @property
     def attempt(self) -> ScriptAttempt:
         return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
 
-    def begin(self) -> None:
+    def log_start(self) -> None:
         """Write that a training starts."""
         if self.training is not None:
-            self.training.begin(self.command)
+            self.training.log_start(self.command)
 
-    def follow(self) -> None:
+    def record_progress(self) -> None:
         """Write down what these ranks' shims have told since the last look."""
-        self._adopt_failures()
+        self._record_failures()
         if self.training is not None and time.monotonic() >= self._next_row:
             self._next_row = time.monotonic() + ROW_SECONDS
-            before, self._step = self._step, self.training.follow(self.attempt, self.command, after=self._step)
-            if self._step > before:
-                self._tell(self.training)
-            self._batch = self.training.follow_batch(
-                self.attempt, self.command, before=self._batch or self.command.batch
+            previous_step, self._step = (
+                self._step,
+                self.training.log_progress(self.attempt, self.command, after=self._step),
             )
-            self.training.look(self._pace, self.attempt, self.command)
-            if not self._held and (begun := self.attempt.begun()):
-                self._broken = self.training.broken_claims(begun, self.command)
-                self._held = len(begun) >= begun[0].world
+            if self._step > previous_step:
+                self._print_progress(self.training)
+            self._batch = self.training.check_step_samples(
+                self.attempt, self.command, previous=self._batch or self.command.batch
+            )
+            self.training.check_step_time(self._pace, self.attempt, self.command)
+            if not self._claims_checked and (first_results := self.attempt.first_results()):
+                self._broken = self.training.broken_claims(first_results, self.command)
+                self._claims_checked = len(first_results) >= first_results[0].world
         if self.training is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + SAVE_SECONDS
-            self.training.note_save(self.attempt, self.command)
+            self.training.record_save(self.attempt, self.command)
 
-    def _tell(self, training: ScriptTraining) -> None:
+    def _print_progress(self, training: ScriptTraining) -> None:
         """Say in the job's log, at the end of an epoch and now and then between, how far the script is."""
         row = next((row for row in reversed(training.training.newest_metrics()) if row["kind"] == "step"), None)
         age = time.monotonic() - self._began
         if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
             return
         self._next_words, self._next_epoch = age + words.pause(age), math.floor(row["epoch"] or 0) + 1
-        told = words.progress(
+        progress_text = words.progress(
             epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], left=row["eta"],
         )  # fmt: skip
         with self.run.open_log(self.run.log_path(self.task.id, self.command.attempt)) as log:
-            log.write(f"{words.stamped(told)}\n".encode())
+            log.write(f"{words.stamped(progress_text)}\n".encode())
 
     @cached_property
-    def _pace(self) -> "ScriptPace":
-        from tula_cli.models.time.changes.script_pace import ScriptPace  # numpy: not for those that do not lead
+    def _pace(self) -> "ScriptLevelDetector":
+        from tula_cli.models.time.changes.script_pace import (
+            ScriptLevelDetector,  # numpy: not for those that do not lead
+        )
 
-        return ScriptPace()
+        return ScriptLevelDetector()
 
-    def last(self) -> None:
+    def record_end(self) -> None:
         """Write down what they have told at their end."""
         self._next_row = 0.0
-        self.follow()
+        self.record_progress()
 
     def put_aside(self) -> str:
         """Undo what a probe or a resume test has written outside of its own folder on this node; return it in words."""
-        return "" if isinstance(self.task, TrainTask) else put_aside(self.attempt)
+        return "" if isinstance(self.task, TrainTask) else put_aside_probe_files(self.attempt)
 
-    def _adopt_failures(self) -> None:
+    def _record_failures(self) -> None:
         """Write down, as a worker does, what the shims of these ranks have seen."""
-        told = self.attempt.failures()
-        known = {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)} if told else set()
-        for seen in told:
-            if seen.where == "shim" and isinstance(self.task, TrainTask):
+        shim_failures = self.attempt.failures()
+        recorded_ranks = (
+            {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)}
+            if shim_failures
+            else set()
+        )
+        for shim_failure in shim_failures:
+            if shim_failure.where == "shim" and isinstance(self.task, TrainTask):
                 continue  # the training goes on without being watched, and its log says so
-            rank = self.ranks.start if seen.rank is None else seen.rank
-            if rank in self.ranks and rank not in known:
-                known.add(rank)
-                self.run.write_failure(self._failure(seen, rank))
+            rank = self.ranks.start if shim_failure.rank is None else shim_failure.rank
+            if rank in self.ranks and rank not in recorded_ranks:
+                recorded_ranks.add(rank)
+                self.run.write_failure(self._failure(shim_failure, rank))
 
-    def _failure(self, seen: ScriptFailure, rank: int) -> Failure:
-        own = seen.where != "script"
-        shims_fault = "measuring the script failed (this is tula's fault): " if seen.where == "shim" else ""
+    def _failure(self, shim_failure: ScriptFailure, rank: int) -> Failure:
+        is_of_shim = shim_failure.where != "script"
+        shims_fault = "measuring the script failed (this is tula's fault): " if shim_failure.where == "shim" else ""
         return Failure(
             task=self.task.id,
             attempt=self.command.attempt,
             rank=rank,
             host=node_name(),
-            pid=seen.pid,
-            outcome="user" if own else classify(seen.text, exit_code=1, device=computed_on(self.run, self.task)),
-            message=shims_fault + ((seen.where == "script" and telling_line(seen.text)) or seen.words),
-            detail=seen.text,
+            pid=shim_failure.pid,
+            outcome="user"
+            if is_of_shim
+            else classify(shim_failure.text, exit_code=1, device=compute_device(self.run, self.task)),
+            message=shims_fault
+            + ((shim_failure.where == "script" and find_telling_line(shim_failure.text)) or shim_failure.description),
+            detail=shim_failure.text,
             local_batch=self.command.batch // self.command.ranks,
-            failed_at=seen.failed_at,
+            failed_at=shim_failure.failed_at,
         )
 
     # --- leaving
 
     @property
-    def saves(self) -> bool:
+    def can_save(self) -> bool:
         """Whether this is a training that can be asked to save."""
-        return isinstance(self.task, TrainTask) and own(self.task.spec).save != "none"
+        return isinstance(self.task, TrainTask) and script_of(self.task.spec).save != "none"
 
     def ask_to_save(self) -> None:
         """Ask these ranks for a checkpoint, as the spec says; by a file, the leader alone does."""
-        how = own(self.task.spec).save
+        how = script_of(self.task.spec).save
         if how in SIGNALS:
-            for pid in self._processes():
+            for pid in self._rank_processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SIGNALS[how])
         elif self.training is not None and how == "hooks":
             self.attempt.write_save_request()
         elif self.training is not None:
-            path = Path(self.task.workdir) / fill(how.removeprefix("file:"), self.training.known)
+            path = Path(self.task.workdir) / fill(how.removeprefix("file:"), self.training.placeholder_values)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
 
-    def _processes(self) -> list[int]:
+    def _rank_processes(self) -> list[int]:
         """Return the processes of these ranks: those of this attempt whose own id is that of a heart."""
         hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None}
         plan = str(self.attempt.plan_path)
@@ -188,21 +200,24 @@ class ScriptWatch:
             if value == plan and inner_id(pid) in hearts
         ]
 
-    def saved(self, *, since: float) -> bool:
+    def has_saved(self, *, since: float) -> bool:
         """Return whether there is a checkpoint that was begun and ended since (Unix time), and is not being written."""
         if not isinstance(self.task, TrainTask):
             return False
-        found = ScriptTraining(self.run, self.task).checkpoint()
-        return found is not None and since < checkpoints.changed(found) < time.time() - checkpoints.SETTLED
+        checkpoint = ScriptTraining(self.run, self.task).newest_checkpoint()
+        return (
+            checkpoint is not None
+            and since < checkpoints.changed_at(checkpoint) < time.time() - checkpoints.SETTLED_SECONDS
+        )
 
     # --- faults
 
     @property
-    def stepped(self) -> bool:
+    def has_stepped(self) -> bool:
         """Whether one of these ranks has stepped."""
         return any(self.attempt.heartbeat(rank) is not None for rank in self.ranks)
 
-    def stuck(self) -> ExitReason | None:
+    def stuck_reason(self) -> ExitReason | None:
         """Return why the ranks are to be ended: one that has stepped gives no sign of life any more, and no other does.
 
         Or, in a rehearsal, because they go on beyond what was left; and a training whose first steps are not what was claimed.
@@ -210,45 +225,47 @@ class ScriptWatch:
         if self._broken is not None:
             return self._broken
         if isinstance(self.task, RehearsalTask) and self.command.rehearsal is not None:
-            endless = ScriptRehearsal(self.run, self.task).endless(self.command.rehearsal, self.attempt)
+            endless = ResumeTest(self.run, self.task).endless_reason(self.command.rehearsal, self.attempt)
             if endless is not None:
                 return endless
         for rank in self.ranks:
             beat = self.attempt.heartbeat(rank)
-            if beat is None or not self._silent(beat) or self._written(rank) or self._others_alive():
+            if beat is None or not self._is_silent(beat) or self._has_written_result(rank) or self._is_any_rank_alive():
                 continue
-            told = f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
-            return ExitReason("unknown", f"{told}: ended as stuck", rank, node_name())
-        return self._never_stepped()
+            message = (
+                f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
+            )
+            return ExitReason("unknown", f"{message}: ended as stuck", rank, node_name())
+        return self._no_first_step_reason()
 
-    def _never_stepped(self) -> ExitReason | None:
+    def _no_first_step_reason(self) -> ExitReason | None:
         """Return why a training is to be ended of which no rank, on any node, takes its first step; a probe has its time limit."""
-        if not isinstance(self.task, TrainTask) or time.monotonic() - self._began <= self._first_step_within:
+        if not isinstance(self.task, TrainTask) or time.monotonic() - self._began <= self._first_step_limit:
             return None
-        seen = any(self.attempt.heartbeat(rank) is not None for rank in range(self.command.ranks))
-        if seen or any(
+        has_heartbeat = any(self.attempt.heartbeat(rank) is not None for rank in range(self.command.ranks))
+        if has_heartbeat or any(
             failure.where == "shim" for failure in self.attempt.failures()
         ):  # it goes on without being watched
             return None
         log = self.run.log_path(self.task.id, self.command.attempt)
-        limit = f"{self._first_step_within / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
-        return ExitReason("user", f"ended {limit}: {no_step(log)}", self.ranks.start, node_name())
+        limit = f"{self._first_step_limit / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
+        return ExitReason("user", f"ended {limit}: {describe_missing_step(log)}", self.ranks.start, node_name())
 
     @cached_property
-    def _first_step_within(self) -> float:
+    def _first_step_limit(self) -> float:
         """Seconds."""
         results = self.run.read().results
         starts = [result.overheads.startup for result in results if isinstance(result, Measured)]
         return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
 
-    def _others_alive(self) -> bool:
+    def _is_any_rank_alive(self) -> bool:
         """Return whether a rank goes on, on any node: those that wait for it (it evaluates or saves alone) are not stuck."""
         beats = [self.attempt.heartbeat(rank) for rank in range(self.command.ranks)]
-        return any(beat is not None and (beat.lost is not None or not self._silent(beat)) for beat in beats)
+        return any(beat is not None and (beat.lost is not None or not self._is_silent(beat)) for beat in beats)
 
-    def _silent(self, beat: Heartbeat) -> bool:
-        least = SILENCE if isinstance(self.task, ProbeTask) else TRAINING_SILENCE
+    def _is_silent(self, beat: Heartbeat) -> bool:
+        least = PROBE_SILENCE if isinstance(self.task, ProbeTask) else TRAINING_SILENCE
         return time.time() - beat.alive_at > max(least, SILENT_STEPS * beat.seconds)
 
-    def _written(self, rank: int) -> bool:
+    def _has_written_result(self, rank: int) -> bool:
         return (self.attempt.path / f"result-{rank}.json").exists()

@@ -8,12 +8,12 @@ from typing import Literal
 
 from tula_cli.host.processes import run_command
 
-PATIENCE = 60.0
+COMMAND_TIMEOUT = 60.0
 """Seconds that a command of SLURM gets; a busy controller answers after some tens of them."""
 
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-_DROPPED = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCTMGR_")
-_GIVEN = (
+_KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_DROPPED_PREFIXES = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_", "SACCTMGR_")
+_SET_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -23,7 +23,7 @@ _GIVEN = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """What became of a call: `complaint` says what went wrong, empty where nothing did."""
 
     end: Literal["done", "failed", "hung", "missing"]
@@ -35,11 +35,11 @@ class Answer:
         return self.end == "done"
 
     @property
-    def unknown_job(self) -> bool:
+    def is_unknown_job(self) -> bool:
         return "Invalid job id" in self.complaint
 
 
-def call(*command: str, patience: float | None = None, environ: Mapping[str, str] | None = None) -> Answer:
+def call_slurm(*command: str, patience: float | None = None, environ: Mapping[str, str] | None = None) -> CommandResult:
     """Call one of SLURM's commands and wait for its end.
 
     Args:
@@ -47,25 +47,27 @@ def call(*command: str, patience: float | None = None, environ: Mapping[str, str
         patience: seconds that it gets; PATIENCE where nothing is said.
         environ: its environment; the cleaned one of this process where nothing is said.
     """
-    limit = PATIENCE if patience is None else patience
+    limit = COMMAND_TIMEOUT if patience is None else patience
     try:
-        done = run_command(
+        completed = run_command(
             command,
             timeout=limit,
-            environ=environment(os.environ) if environ is None else environ,
+            environ=command_environment(os.environ) if environ is None else environ,
             outlives_parent=command[0] in ("sbatch", "scancel", "scontrol"),  # what it has begun, SLURM completes
         )
     except OSError as error:
-        return Answer("missing", complaint=f"{command[0]}: {error.strerror}")
+        return CommandResult("missing", complaint=f"{command[0]}: {error.strerror}")
     except subprocess.TimeoutExpired:
-        return Answer("hung", complaint=f"{command[0]} took more than {limit:g} s")
-    text, complaint = done.stdout.strip(), done.stderr.strip()
-    if done.returncode == 0:
-        return Answer("done", text, complaint)
-    return Answer("failed", text, complaint or text or f"{command[0]} ended with exit code {done.returncode}")
+        return CommandResult("hung", complaint=f"{command[0]} took more than {limit:g} s")
+    text, complaint = completed.stdout.strip(), completed.stderr.strip()
+    if completed.returncode == 0:
+        return CommandResult("done", text, complaint)
+    return CommandResult(
+        "failed", text, complaint or text or f"{command[0]} ended with exit code {completed.returncode}"
+    )
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
+def command_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which SLURM's commands are called.
 
     What an allocation sets, where tula is started inside one, would bind the new job's ranks to its processors and GPUs;
@@ -76,5 +78,5 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name in _KEPT or not (name.startswith(_DROPPED) or (inside and name in _GIVEN))
+        if name in _KEPT_VARIABLES or not (name.startswith(_DROPPED_PREFIXES) or (inside and name in _SET_VARIABLES))
     }

@@ -15,19 +15,19 @@ from types import MappingProxyType
 from typing import Any
 
 from tula_cli.cluster.slurm.accounting.allocations import parse_record
-from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import plural
 
-PATIENCE = 10.0
+COMMAND_TIMEOUT = 10.0
 """Seconds that a command of SLURM gets: what it tells is a help, not a need."""
 
 _UNUSABLE = (
     "down", "drain", "drained", "draining", "fail", "failing", "error", "future", "inval", "unknown",
     "maint", "reserved", "reboot", "powering_down", "not_responding",
 )  # fmt: skip
-_LEAVING = "*$^%"
+_STATE_SUFFIXES = "*$^%"
 """Suffixes of the states of nodes that do not respond, are in a maintenance window, reboot or are being switched off."""
 SINFO = ("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G|%N")
 
@@ -91,15 +91,15 @@ class Site:
 # --- asking
 
 
-def ask() -> Site | None:
+def ask_site() -> Site | None:
     """Ask the scheduler; None where there is none, or it does not answer."""
-    found = partitions()
-    return Site(found, accounts()) if found else None
+    partitions = list_partitions()
+    return Site(partitions, list_accounts()) if partitions else None
 
 
-def partitions() -> tuple[Partition, ...]:
+def list_partitions() -> tuple[Partition, ...]:
     """Return the partitions in sinfo's order; none where nothing answers."""
-    return ask_partitions(_told)
+    return ask_partitions(_output_of)
 
 
 def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
@@ -111,37 +111,39 @@ def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
     rows = answer(*SINFO)
     if not rows:
         return ()
-    nodes = sorted({_first_host(names) for *_, names in _fields(rows) if names})  # one of each kind
+    nodes = sorted({_first_host(names) for *_, names in _split_rows(rows) if names})  # one of each kind
     return parse_partitions(
         rows,
-        nodes=_records(answer("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
-        limits=_records(answer("scontrol", "--oneliner", "show", "partition")),
+        nodes=_parse_records(answer("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
+        limits=_parse_records(answer("scontrol", "--oneliner", "show", "partition")),
         site=dict(re.findall(r"^(MaxMemPer\w+) *= (\S+)", answer("scontrol", "show", "config"), re.MULTILINE)),
     )
 
 
-def accounts() -> tuple[str, ...]:
+def list_accounts() -> tuple[str, ...]:
     """Return the accounts that the user may charge; none where there is no accounting."""
     user = pwd.getpwuid(os.getuid()).pw_name
     form = "format=Account"
-    told = _told("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", form)
-    return tuple(dict.fromkeys(line.split("|")[0] for line in told.splitlines() if line.split("|")[0]))
+    output = _output_of("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", form)
+    return tuple(dict.fromkeys(line.split("|")[0] for line in output.splitlines() if line.split("|")[0]))
 
 
-def allocated(job_id: str) -> tuple[str, ...]:
+def allocated_hosts(job_id: str) -> tuple[str, ...]:
     """Return the hosts of a job that runs or has ended lately; none where nothing knows them."""
-    told = _told("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
-    if not told:
-        told = _told("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=NodeList")
-    names = told.splitlines()[-1].strip() if told else ""
+    output = _output_of("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
+    if not output:
+        output = _output_of(
+            "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=NodeList"
+        )
+    names = output.splitlines()[-1].strip() if output else ""
     if not names or names.startswith(("(", "None")):
         return ()
-    return tuple(_told("scontrol", "show", "hostnames", names).split())
+    return tuple(_output_of("scontrol", "show", "hostnames", names).split())
 
 
-def _told(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """Return what a command printed; nothing where it failed, hangs or is not there."""
-    answer = call(*command, patience=PATIENCE)
+    answer = call_slurm(*command, patience=COMMAND_TIMEOUT)
     return answer.text if answer.ok else ""
 
 
@@ -167,26 +169,26 @@ def parse_partitions(
         site: limits of memory that hold where a partition has none.
     """
     rows: dict[str, list[list[str]]] = {}
-    for fields in _fields(text):
+    for fields in _split_rows(text):
         rows.setdefault(fields[0], []).append(fields)
     return tuple(
-        _partition(name, fields, nodes, _limits(limits.get(name.rstrip("*"), {}), site))
+        _parse_partition(name, fields, nodes, _partition_limits(limits.get(name.rstrip("*"), {}), site))
         for name, fields in rows.items()
     )
 
 
-def _fields(text: str) -> list[list[str]]:
+def _split_rows(text: str) -> list[list[str]]:
     rows = [[field.strip() for field in line.split("|", 9)] for line in text.splitlines()]
     return [[*row, ""][:10] for row in rows if len(row) in (9, 10) and row[0] and row[4].isdigit()]
 
 
-def _records(text: str) -> dict[str, Record]:
+def _parse_records(text: str) -> dict[str, Record]:
     """Return the lines of `scontrol --oneliner show` by the name that stands first in each."""
     records = [parse_record(line) for line in text.splitlines()]
     return {next(iter(record.values())): record for record in records if record}
 
 
-def _limits(partition: Record, site: Record) -> Record:
+def _partition_limits(partition: Record, site: Record) -> Record:
     """Return the limits of a partition that are numbers; those of the site's memory hold where it has none of its own."""
     limits, site_limits = (
         {name: n for name, n in record.items() if n.isdigit() and n != "0"} for record in (partition, site)
@@ -199,32 +201,32 @@ def _first_host(names: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", names)[0])
 
 
-def _partition(name: str, rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> Partition:
+def _parse_partition(name: str, rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> Partition:
     _, available, limit, size, *_ = rows[0]
     return Partition(
         name=name.rstrip("*"),
         default=name.endswith("*"),
         up=available.lower() == "up",
         minutes=parse_minutes(limit),
-        most_nodes=_most_nodes(size),
-        kinds=tuple(_kinds(rows, nodes, limits)),
+        most_nodes=_max_nodes(size),
+        kinds=tuple(_parse_kinds(rows, nodes, limits)),
         least_nodes=max(1, _leading_number(size)) if "-" in size else 1,
     )
 
 
-def _kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> list[NodeKind]:
+def _parse_kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> list[NodeKind]:
     """Return the kinds of nodes, those in different states put together."""
     counts: dict[NodeKind, int] = {}
     for *_, count, state, cpus, memory, gres, names in rows:
         if _can_run(state):
             whole = NodeKind(0, _leading_number(cpus), _leading_number(memory), parse_gres(gres))
-            kind = _usable(whole, nodes.get(_first_host(names), {}), limits)
+            kind = _usable_part(whole, nodes.get(_first_host(names), {}), limits)
             counts[kind] = counts.get(kind, 0) + int(count)
     kinds = [replace(kind, nodes=count) for kind, count in counts.items() if count]
     return sorted(kinds, key=lambda kind: (not kind.gpus, -kind.nodes))
 
 
-def _usable(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
+def _usable_part(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
     """Return what one job can have of a node: without what the system keeps, and within the partition's limits.
 
     Args:
@@ -233,7 +235,9 @@ def _usable(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
         limits: of the partition, as far as there are any.
     """
     threads = _leading_number(node.get("ThreadsPerCore", "")) or 1
-    specialised = len(_numbers(node.get("CPUSpecList", ""))) or _leading_number(node.get("CoreSpecCount", "")) * threads
+    specialised = (
+        len(_expand_ranges(node.get("CPUSpecList", ""))) or _leading_number(node.get("CoreSpecCount", "")) * threads
+    )
     cpus = _leading_number(node.get("CPUEfctv", "")) or kind.cpus - specialised
     cpus = min(cpus, int(limits.get("MaxCPUsPerNode", cpus)))
     if "MaxCPUsPerSocket" in limits:
@@ -245,50 +249,50 @@ def _usable(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
     return replace(kind, cpus=cpus, memory=min(memory, most), limited_memory=most < memory)
 
 
-def _numbers(ranges: str) -> list[int]:
+def _expand_ranges(ranges: str) -> list[int]:
     """Return 0, 1, 4 and 5 of "0-1,4,5"."""
-    pairs = [part.partition("-") for part in ranges.split(",") if re.fullmatch(r"\d+(-\d+)?", part)]
-    return [number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)]
+    pairs = [range_text.partition("-") for range_text in ranges.split(",") if re.fullmatch(r"\d+(-\d+)?", range_text)]
+    return [number for lower, _, upper in pairs for number in range(int(lower), int(upper or lower) + 1)]
 
 
 def _can_run(state: str) -> bool:
     """Return whether a node in this state runs jobs, now or when those before are done; "~" is one that is switched off."""
-    words = re.split(r"[^a-z_]", state.lower())
-    return state[-1:] not in _LEAVING and not set(words) & set(_UNUSABLE)
+    state_words = re.split(r"[^a-z_]", state.lower())
+    return state[-1:] not in _STATE_SUFFIXES and not set(state_words) & set(_UNUSABLE)
 
 
 def _leading_number(text: str) -> int:
     """Return 16 of "16+", which sinfo writes where nodes differ; 0 of "N/A", "(null)" and the like."""
-    found = re.match(r"\d+", text)
-    return int(found[0]) if found else 0
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0
 
 
-def _most_nodes(size: str) -> int | None:
+def _max_nodes(size: str) -> int | None:
     """Return the upper end of "1-infinite", "1-2" or "4"."""
-    last = size.rpartition("-")[2]
-    return int(last) if last.isdigit() else None
+    upper = size.rpartition("-")[2]
+    return int(upper) if upper.isdigit() else None
 
 
 def parse_minutes(limit: str) -> int | None:
     """Return the whole minutes of a time limit ([days-]hours:minutes:seconds, or less of it); None where there is none."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
-    if not found:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
+    if not match:
         return None
-    days, first, second, third = (int(part) if part else None for part in found.groups())
-    assert first is not None
+    days, second_last, second, third = (int(number) if number else None for number in match.groups())
+    assert second_last is not None
     if days is not None or third is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
-        return 1440 * (days or 0) + 60 * first + (second or 0)
-    return first  # minutes[:seconds]
+        return 1440 * (days or 0) + 60 * second_last + (second or 0)
+    return second_last  # minutes[:seconds]
 
 
 def parse_gres(text: str) -> tuple[Gpus, ...]:
     """Return the GPUs among a node's generic resources: "gpu:4", "gpu:a100:4(S:0-1),gpu:v100:2", "(null)"."""
     found = []
     for entry in re.sub(r"\([^)]*\)", "", text).split(","):
-        name, *parts = entry.strip().split(":")
+        name, *fields = entry.strip().split(":")
         if name == "gpu":
-            count = parts.pop() if parts and re.fullmatch(r"\d+", parts[-1]) else "1"
-            kinds = [part for part in parts if part != "no_consume"]
+            count = fields.pop() if fields and re.fullmatch(r"\d+", fields[-1]) else "1"
+            kinds = [field for field in fields if field != "no_consume"]
             found.append(Gpus(kinds[0] if kinds else "", int(count)))
     return tuple(sorted((gpus for gpus in found if gpus.count), key=lambda gpus: -gpus.count))
 
@@ -297,7 +301,7 @@ def parse_gres(text: str) -> tuple[Gpus, ...]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class TemplateLine:
     """A line of a job spec: `value` as YAML, the comment beside it, and comment lines below."""
 
     key: str  # "cluster.slurm.partition"
@@ -306,12 +310,12 @@ class Setting:
     below: tuple[str, ...] = ()
 
 
-def fill_in(template: str, site: Site) -> str:
+def fill_template(template: str, site: Site) -> str:
     """Return the template with what the scheduler tells in place of its settings, commented out or not."""
-    return write_settings(template, settings(site))
+    return write_settings(template, site_settings(site))
 
 
-def write_settings(template: str, settings: Iterable[Setting]) -> str:
+def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
     """Return a job file with other lines at some of its keys, commented out or not."""
     lines = template.splitlines()
     for setting in settings:
@@ -332,54 +336,56 @@ def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
     """Return the number of the line that sets a key, or would if it were no comment, and its indentation."""
     path: list[tuple[int, str]] = []  # sections that are open: indentation, name
     for number, line in enumerate(lines):
-        if not (found := _LINE.match(line)):
+        if not (match := _LINE.match(line)):
             continue
-        depth = len(found["indent"])
+        depth = len(match["indent"])
         path = [section for section in path if section[0] < depth]
-        if ".".join([*(name for _, name in path), found["key"]]) == key:
-            return number, found["indent"]
-        if not found["off"] and not found["rest"].partition("#")[0].strip():
-            path.append((depth, found["key"]))
+        if ".".join([*(name for _, name in path), match["key"]]) == key:
+            return number, match["indent"]
+        if not match["off"] and not match["rest"].partition("#")[0].strip():
+            path.append((depth, match["key"]))
     raise AssertionError(f"the template has no line for {key}")
 
 
-def settings(site: Site) -> Iterator[Setting]:
+def site_settings(site: Site) -> Iterator[TemplateLine]:
     """Yield what a job spec says on this site: for its default partition, with the others as comments."""
     own = site.default
-    others = tuple(describe(partition) for partition in site.partitions if partition is not own)
-    below = ("others:", *(f"  {words}" for words in others)) if others else ()
+    other_partitions = tuple(describe_partition(partition) for partition in site.partitions if partition is not own)
+    below = ("others:", *(f"  {line}" for line in other_partitions)) if other_partitions else ()
     if own is None:
-        yield Setting("cluster.slurm.partition", "", below=("none is the default here; name one of:", *below[1:]))
+        yield TemplateLine("cluster.slurm.partition", "", below=("none is the default here; name one of:", *below[1:]))
     else:
-        yield Setting("cluster.slurm.partition", word(own.name), f"the default: {_what(own)}", below)
+        yield TemplateLine(
+            "cluster.slurm.partition", quote_word(own.name), f"the default: {_describe_size(own)}", below
+        )
         yield from _size_settings(own)
     if len(site.accounts) == 1:
-        yield Setting("cluster.slurm.account", word(site.accounts[0]), "your only one")
+        yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), "your only one")
     elif site.accounts:
-        yield Setting("cluster.slurm.account", "", below=(f"yours: {', '.join(site.accounts)}",))
+        yield TemplateLine("cluster.slurm.account", "", below=(f"yours: {', '.join(site.accounts)}",))
 
 
-def _size_settings(partition: Partition) -> Iterator[Setting]:
+def _size_settings(partition: Partition) -> Iterator[TemplateLine]:
     if partition.kinds:
         yield from _node_settings(partition.kinds[0])
-    yield from measuring_settings(suggested_nodes(partition), _job_minutes(partition))
+    yield from measuring_settings(suggested_nodes(partition), _measuring_minutes(partition))
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
-        words = "time limit of a training job, the most here; a longer training goes on in the next one"
-        yield Setting("cluster.slurm.minutes", str(limit), words)
+        comment = "time limit of a training job, the most here; a longer training goes on in the next one"
+        yield TemplateLine("cluster.slurm.minutes", str(limit), comment)
 
 
-def measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[Setting]:
+def measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[TemplateLine]:
     """Yield which numbers of nodes are measured, for how many minutes each, and what all of it may cost."""
-    yield Setting("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
-    yield Setting(
+    yield TemplateLine("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
+    yield TemplateLine(
         "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
     )
     hours = sum(nodes) * (minutes + ROOM) / 60
     cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
-    words = f"of all measuring jobs together: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
-    yield Setting("search.max_node_hours", f"{cap:g}", words)
+    comment = f"of all measuring jobs together: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
+    yield TemplateLine("search.max_node_hours", f"{cap:g}", comment)
 
 
 _MINUTES = 120  # of a training job, where the partition allows as much
@@ -396,65 +402,67 @@ def suggested_nodes(partition: Partition) -> tuple[int, ...]:
     return choices if len(choices) > 1 or least > 1 else (1, *choices)
 
 
-def _job_minutes(partition: Partition) -> int:
+def _measuring_minutes(partition: Partition) -> int:
     if partition.minutes is None:
         return _JOB_MINUTES
     return max(1, min(_JOB_MINUTES, partition.minutes - ROOM))
 
 
-def _node_settings(kind: NodeKind) -> Iterator[Setting]:
+def _node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
     """Yield how a node's GPUs, processors and memory are asked for: all of them, for whole nodes are used."""
     gpus = kind.gpus[0] if kind.gpus else Gpus("", 1)
     ranks = min(gpus.count, kind.cpus or gpus.count)
     cpus = max(1, kind.cpus // ranks)
     if kind.gpus:
         why = "" if ranks == gpus.count else f"of {gpus.count}: a job can have {plural(kind.cpus, 'CPU')} of a node"
-        yield Setting("cluster.gpus_per_node", str(ranks), why)
+        yield TemplateLine("cluster.gpus_per_node", str(ranks), why)
     else:
-        yield Setting("cluster.device", "cpu", "the partition's nodes have no GPUs")
+        yield TemplateLine("cluster.device", "cpu", "the partition's nodes have no GPUs")
     if gpus.type:
-        yield Setting("cluster.slurm.gpu_type", word(gpus.type))
-    yield Setting("cluster.slurm.cpus_per_task", str(cpus), f"a rank; a node has {kind.cpus}")
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type))
+    yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"a rank; a node has {kind.cpus}")
     if cpus <= FEWEST_WORKERS:
-        yield Setting("train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs")
+        yield TemplateLine(
+            "train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs"
+        )
     if kind.limited_memory:
-        yield Setting("cluster.slurm.memory", f"{kind.memory}M", "a node; the most that a job can have here")
+        yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "a node; the most that a job can have here")
     elif kind.memory:
-        yield Setting("cluster.slurm.memory", '"0"', f"a node; 0 is all it has, {kind.memory} MB")
+        yield TemplateLine("cluster.slurm.memory", '"0"', f"a node; 0 is all it has, {kind.memory} MB")
 
 
-def describe(partition: Partition) -> str:
+def describe_partition(partition: Partition) -> str:
     """Return a partition in a line: its name, nodes, GPUs and time limit."""
-    return f"{partition.name}: {_what(partition)}"
+    return f"{partition.name}: {_describe_size(partition)}"
 
 
-def _what(partition: Partition) -> str:
-    kinds = " and ".join(_kind_words(kind) for kind in partition.kinds) or "no node that can run a job"
+def _describe_size(partition: Partition) -> str:
+    kinds = " and ".join(_describe_kind(kind) for kind in partition.kinds) or "no node that can run a job"
     most = partition.most_nodes
     at_most = f", at most {most} a job" if most is not None and most < partition.nodes else ""
-    limit = "no time limit" if partition.minutes is None else f"at most {_time_words(partition.minutes)}"
+    limit = "no time limit" if partition.minutes is None else f"at most {_describe_minutes(partition.minutes)}"
     return f"{kinds}{at_most}, {limit}{'' if partition.up else ', not up'}"
 
 
-def _kind_words(kind: NodeKind) -> str:
+def _describe_kind(kind: NodeKind) -> str:
     gpus = " + ".join(" ".join([str(gpus.count), *filter(None, [gpus.type]), "GPUs"]) for gpus in kind.gpus)
     return f"{plural(kind.nodes)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
 
 
-def _time_words(minutes: int) -> str:
+def _describe_minutes(minutes: int) -> str:
     for unit, length in (("days", 1440), ("h", 60)):
         if minutes >= 2 * length:
             return f"{minutes / length:.3g} {unit}"
     return f"{minutes} min"
 
 
-def word(text: str) -> str:
+def quote_word(text: str) -> str:
     """Return a name as YAML takes it for a word, quoted where it could be something else."""
     plain = re.fullmatch(r"[A-Za-z_][\w.-]*", text)
-    other = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "none")
-    return text if plain and text.lower() not in other else json.dumps(text)
+    reserved = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "none")
+    return text if plain and text.lower() not in reserved else json.dumps(text)
 
 
-def with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
+def partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
     """Return the partitions that have a GPU and are up."""
     return [partition for partition in partitions if partition.up and any(kind.gpus for kind in partition.kinds)]

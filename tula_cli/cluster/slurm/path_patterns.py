@@ -8,7 +8,7 @@ from tula_cli.errors import SpecError
 _OF_SLURM = re.compile(r"[%\\]")
 
 
-def require_plain(run: Path) -> None:
+def require_plain_path(run: Path) -> None:
     """See that the files of a run's jobs would be where tula looks for them.
 
     Args:
@@ -18,12 +18,12 @@ def require_plain(run: Path) -> None:
         SpecError: something in the path would be replaced.
     """
     path = str(run.resolve())
-    found = _OF_SLURM.search(path)
-    if found is None:
+    match = _OF_SLURM.search(path)
+    if match is None:
         return
-    what = path[found.start() : found.start() + 2]
+    pattern = path[match.start() : match.start() + 2]
     raise SpecError(
-        f"the run directory {path} has {what} in its path, for which SLURM would put something else (as it puts a job's id for"
+        f"the run directory {path} has {pattern} in its path, for which SLURM would put something else (as it puts a job's id for"
         " %j)",
         "choose another folder with --run-dir, or rename that one",
     )

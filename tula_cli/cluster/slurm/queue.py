@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
 from tula_cli.cluster.slurm.accounting.allocations import parse_record
-from tula_cli.cluster.slurm.command import call
-from tula_cli.cluster.slurm.shared_queue import Kept, shared
+from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.shared_queue import StoredAnswer, shared_answer
 from tula_cli.errors import SchedulerError, StorageFailed
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.words import moment as time_of_day
 
-SILENT = "squeue does not answer"
+NO_ANSWER = "squeue does not answer"
 OVER = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
 """scancel's complaints about jobs that have ended by themselves."""
 ACCOUNTING_PAUSE = 60.0
@@ -31,8 +31,8 @@ PENDING = (
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
 _STOPPED = """suspended: an administrator, or a job that goes first, has stopped it where it stands; it goes on once it is resumed: ask the
 administrators (scontrol resume {id}), or tula cancel and start it anew""".replace("\n", " ")
-OF_TULA = "tula: "
-WAITS, GAVE_UP, DELAYED = f"{OF_TULA}waits", f"{OF_TULA}gave up", f"{OF_TULA}delayed"
+COMMENT_PREFIX = "tula: "
+WAITS, GAVE_UP, DELAYED = f"{COMMENT_PREFIX}waits", f"{COMMENT_PREFIX}gave up", f"{COMMENT_PREFIX}delayed"
 """Beginnings of the comments by which a job that cannot open its log reports its state to the queue."""
 _NOT_LAUNCHED = """its script could not be started on its node (the node's disk, an unknown user, a failed prolog): for administrators, the
 cause is in slurmd.log of the node, under {id}""".replace("\n", " ")
@@ -135,7 +135,7 @@ _wanted_since: dict[str, float] = {}
 """When this command first asked for a job (Unix time): an older answer does not tell that SLURM has forgotten it."""
 
 
-def ask(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerState]:
+def ask_states(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerState]:
     """Return what SLURM says of jobs; one that nobody knows is not in the answer.
 
     squeue is asked once for all of them. It outweighs sacct, which calls a requeued job over while it runs again; sacct is
@@ -146,34 +146,36 @@ def ask(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerStat
         patient: take what squeue told any waiting command of this user in the last minute.
     """
     wanted = list(dict.fromkeys(ids))
-    queue, silence = (_shared_queue(wanted) if patient else _queue(wanted)) if wanted else ({}, "")
+    queue, silence = (_ask_shared_squeue(wanted) if patient else _ask_squeue(wanted)) if wanted else ({}, "")
     states = {id_: row for id_ in wanted if (row := queue.get(id_))}
-    for id_, word in _accounted(id_ for id_ in wanted if id_ not in states).items():
-        state = _state(word)
+    for id_, state_name in _ask_sacct(id_ for id_ in wanted if id_ not in states).items():
+        state = _parse_state(state_name)
         # It is not in the queue any more, but not over for sacct, which lags and keeps jobs that ended unseen for ever.
-        known = (
-            state if state.state == "ended" else SchedulerState("unknown", f"sacct says {word}, squeue knows no more")
+        recent = (
+            state
+            if state.state == "ended"
+            else SchedulerState("unknown", f"sacct says {state_name}, squeue knows no more")
         )
-        states[id_] = known
+        states[id_] = recent
     if any(_MAINTENANCE.search(state.reason) for state in states.values() if state.state == "pending"):
-        states = _with_maintenance(states)
+        states = _add_maintenance(states)
     if silence:
         unheard = {id_: SchedulerState("unknown", silence, silent=True) for id_ in wanted}
         states = {**unheard, **{id_: state for id_, state in states.items() if state.state != "unknown"}}
     return states
 
 
-def _with_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
+def _add_maintenance(states: Mapping[str, SchedulerState]) -> dict[str, SchedulerState]:
     """Add to jobs that wait for a maintenance window which time limit would let them start before it."""
-    answer, now = call(*RESERVATIONS), time.time()
+    answer, now = call_slurm(*RESERVATIONS), time.time()
     coming = [begin for begin, _ in maintenance_windows(answer.text if answer.ok else "") if begin > now]
     if not coming:
         return dict(states)
-    words = (
-        f"{window_words(min(coming), now)}; shorter jobs start before it (cluster.slurm.minutes, search.max_minutes)"
+    advice = (
+        f"{describe_window(min(coming), now)}; shorter jobs start before it (cluster.slurm.minutes, search.max_minutes)"
     )
     return {
-        id_: replace(state, reason=f"{state.reason}; {words}") if _MAINTENANCE.search(state.reason) else state
+        id_: replace(state, reason=f"{state.reason}; {advice}") if _MAINTENANCE.search(state.reason) else state
         for id_, state in states.items()
     }
 
@@ -182,98 +184,108 @@ def maintenance_windows(text: str) -> list[tuple[float, float]]:
     """Return the begin and the end (Unix times) of the maintenance windows in what `RESERVATIONS` printed."""
     rows = [parse_record(line) for line in text.splitlines()]
     windows = [
-        (moment(row.get("StartTime", "")), moment(row.get("EndTime", "")))
+        (parse_time(row.get("StartTime", "")), parse_time(row.get("EndTime", "")))
         for row in rows
         if "MAINT" in row.get("Flags", "").split(",")
     ]
     return sorted((begin, end) for begin, end in windows if begin is not None and end is not None)
 
 
-def window_words(begin: float, now: float) -> str:
+def describe_window(begin: float, now: float) -> str:
     """Return when a maintenance window begins, and in how many minutes."""
     return f"a maintenance window begins {time_of_day(begin)}, in {max(0, int((begin - now) // 60))} min"
 
 
-def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
+def _ask_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     """Return the jobs that squeue knows, ended ones too while the controller keeps them, and why it does not answer.
 
     Asked for a single job that it does not know squeue fails; asked for several, that depends on its version.
     """
-    answer = call(*_FORM, f"--jobs={','.join(ids)}")
-    if answer.unknown_job:
+    answer = call_slurm(*_FORM, f"--jobs={','.join(ids)}")
+    if answer.is_unknown_job:
         if len(ids) == 1:
             return {}, ""
-        answer = call(*_FORM, f"--user={os.getuid()}")
+        answer = call_slurm(*_FORM, f"--user={os.getuid()}")
     if not answer.ok:
-        return {}, f"{SILENT}: {answer.complaint}"
-    return _rows(answer.text), ""
+        return {}, f"{NO_ANSWER}: {answer.complaint}"
+    return _parse_rows(answer.text), ""
 
 
-def _shared_queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
+def _ask_shared_squeue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     """Return the same from the one answer that all waiting commands of this user share."""
     now = time.time()
-    told = shared(_all_jobs)
-    if told.complaint:
-        return {}, f"{SILENT}: {told.complaint}"
-    rows = _rows(told.text)
-    too_new = {id_ for id_ in ids if id_ not in rows and told.asked_at <= _wanted_since.setdefault(id_, now)}
+    stored = shared_answer(_ask_all_jobs)
+    if stored.complaint:
+        return {}, f"{NO_ANSWER}: {stored.complaint}"
+    rows = _parse_rows(stored.text)
+    too_new = {id_ for id_ in ids if id_ not in rows and stored.asked_at <= _wanted_since.setdefault(id_, now)}
     return {**rows, **dict.fromkeys(too_new, SchedulerState("unknown", "squeue is asked again within a minute"))}, ""
 
 
-def _all_jobs() -> Kept:
+def _ask_all_jobs() -> StoredAnswer:
     asked_at = time.time()
-    answer = call(*_FORM, f"--user={os.getuid()}")
-    return Kept(asked_at, answer.text if answer.ok else "", "" if answer.ok else answer.complaint)
+    answer = call_slurm(*_FORM, f"--user={os.getuid()}")
+    return StoredAnswer(asked_at, answer.text if answer.ok else "", "" if answer.ok else answer.complaint)
 
 
-def _rows(text: str) -> dict[str, SchedulerState]:
+def _parse_rows(text: str) -> dict[str, SchedulerState]:
     rows = [line.split("|", 4) for line in text.splitlines()]
-    return {row[0]: _state(row[1], row[2], moment(row[3]), row[4], id_=row[0]) for row in rows if len(row) == 5}
+    return {
+        row[0]: _parse_state(row[1], row[2], parse_time(row[3]), row[4], id_=row[0]) for row in rows if len(row) == 5
+    }
 
 
-def _state(
-    words: str, reason: str = "", starts_at: float | None = None, comment: str = "", *, id_: str = ""
+def _parse_state(
+    state_text: str, reason: str = "", starts_at: float | None = None, comment: str = "", *, id_: str = ""
 ) -> SchedulerState:
     """Return what a state of SLURM means; an unknown one is not over."""
-    name, without_log = _name(words), comment.startswith((WAITS, GAVE_UP, DELAYED))
+    name, without_log = _state_name(state_text), comment.startswith((WAITS, GAVE_UP, DELAYED))
     if name in PENDING:
-        why = why_hopeless(reason, id_)
+        why = explain_hopeless(reason, id_)
         explained = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
         away = bool(_AWAY.search(reason))
         explained += f": {_UNTIL_BACK}" if away else ""
-        explained += f" ({comment.removeprefix(OF_TULA)})" if comment.startswith(DELAYED) else ""
-        held = reason == "JobHeldUser"
+        explained += f" ({comment.removeprefix(COMMENT_PREFIX)})" if comment.startswith(DELAYED) else ""
+        is_held = reason == "JobHeldUser"
         return SchedulerState(
-            "pending", explained, starts_at, held=held, hopeless=bool(why), without_nodes=away, without_log=without_log
+            "pending",
+            explained,
+            starts_at,
+            held=is_held,
+            hopeless=bool(why),
+            without_nodes=away,
+            without_log=without_log,
         )
     if name in RUNNING:
         stopped = name in ("STOPPED", "SUSPENDED")
-        waits = comment.removeprefix(OF_TULA) if comment.startswith(WAITS) else ""
+        waits = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(WAITS) else ""
         reason = _STOPPED.format(id=id_) if stopped else waits
         return SchedulerState("running", reason, suspended=stopped, without_log=bool(waits))
     if name in ENDED:
         meaning = _NOT_LAUNCHED.format(id=id_) if reason == "JobLaunchFailure" else ENDED[name]
-        meaning = comment.removeprefix(OF_TULA) if comment.startswith(GAVE_UP) else meaning
-        return SchedulerState("ended", f"{words}: {meaning}" if meaning else "")
-    return SchedulerState("unknown", f"SLURM calls it {words}")
+        meaning = comment.removeprefix(COMMENT_PREFIX) if comment.startswith(GAVE_UP) else meaning
+        return SchedulerState("ended", f"{state_text}: {meaning}" if meaning else "")
+    return SchedulerState("unknown", f"SLURM calls it {state_text}")
 
 
-def why_hopeless(reason: str, id_: str = "") -> str:
+def explain_hopeless(reason: str, id_: str = "") -> str:
     """Return why a job that waits for this reason of squeue's never starts; empty if waiting is enough."""
     for form, why in HOPELESS:
         if match := form.fullmatch(reason):
-            parts = match.groupdict()
-            what = _RESOURCES.get(parts.get("what") or "", "many resources")
-            who = next((name for start, name in _WHO.items() if start.lower() == (parts.get("who") or "").lower()), "")
-            return why.format(id=id_, who=who, what=what, few=what.replace("many", "few").replace("much", "little"))
+            groups = match.groupdict()
+            resource = _RESOURCES.get(groups.get("what") or "", "many resources")
+            who = next((name for start, name in _WHO.items() if start.lower() == (groups.get("who") or "").lower()), "")
+            return why.format(
+                id=id_, who=who, what=resource, few=resource.replace("many", "few").replace("much", "little")
+            )
     return ""
 
 
-def _name(words: str) -> str:
+def _state_name(state_text: str) -> str:
     """Return the state at the head of what SLURM wrote: "CANCELLED by 1000", "CANCELLED+", "OUT_OF_ME+"."""
-    word = words.split()[0] if words.split() else ""
-    start = word.rstrip("+")
-    if start in ("", word):
+    head = state_text.split()[0] if state_text.split() else ""
+    start = head.rstrip("+")
+    if start in ("", head):
         return start
     return next((name for name in (*PENDING, *RUNNING, *ENDED) if name.startswith(start)), start)
 
@@ -282,21 +294,21 @@ _asked: dict[str, tuple[float, str]] = {}
 """When sacct was asked for a job (by the monotonic clock), and the state it told: it is shared by all users."""
 
 
-def _accounted(ids: Iterable[str]) -> dict[str, str]:
+def _ask_sacct(ids: Iterable[str]) -> dict[str, str]:
     """Return the states that sacct tells; it is asked for all due ones at once."""
     wanted, now = list(ids), time.monotonic()
     due = [id_ for id_ in wanted if _is_due(id_, now)]
     if due:
-        answer = call("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
+        answer = call_slurm("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
         rows = [line.split("|") for line in answer.text.splitlines()] if answer.ok else []
         states = {row[0]: row[1] for row in rows if len(row) == 2}
         _asked.update({id_: (now, states.get(id_, "")) for id_ in due})
-    return {id_: word for id_ in wanted if (word := _asked[id_][1])}
+    return {id_: state_text for id_ in wanted if (state_text := _asked[id_][1])}
 
 
 def _is_due(id_: str, now: float) -> bool:
-    at, word = _asked.get(id_, (float("-inf"), ""))
-    return _name(word) not in ENDED and now - at >= ACCOUNTING_PAUSE
+    at, state_text = _asked.get(id_, (float("-inf"), ""))
+    return _state_name(state_text) not in ENDED and now - at >= ACCOUNTING_PAUSE
 
 
 # --- how one allocation ends
@@ -309,25 +321,25 @@ def ends_at(job_id: str, environ: Mapping[str, str]) -> float | None:
         job_id: the allocation.
         environ: its environment; SLURM tells the time there from 23.02 on.
     """
-    told = environ.get("SLURM_JOB_END_TIME", "")
-    if told.isdigit():
-        end: float | None = float(told)
+    end_time = environ.get("SLURM_JOB_END_TIME", "")
+    if end_time.isdigit():
+        end: float | None = float(end_time)
     else:
-        answer = call("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
-        end = moment(answer.text.splitlines()[0]) if answer.ok and answer.text else None
+        answer = call_slurm("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
+        end = parse_time(answer.text.splitlines()[0]) if answer.ok and answer.text else None
     never = time.time() + 10 * 365 * 86400  # an unlimited job ends in some hundred years
     return end if end is not None and end < never else None
 
 
-def moment(words: str) -> float | None:
+def parse_time(text: str) -> float | None:
     """Return the Unix time of a local time as SLURM writes it; None for N/A, Unknown and the like."""
     try:
-        return time.mktime(time.strptime(words.strip(), "%Y-%m-%dT%H:%M:%S"))
+        return time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
         return None
 
 
-def ended_how(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+def end_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
     """Return what ended an allocation; None where it lives, is not known, or ended by itself.
 
     Args:
@@ -335,131 +347,133 @@ def ended_how(job_id: str, *, restart: int | None = None) -> OutcomeClass | None
         restart: how often it had been requeued when the allocation in question ran; None for the job's last one. An
             administrator may requeue a job, which then goes on under its old number.
     """
-    now = _controlled(job_id)
-    told = now.get("Restarts", "")
+    record = _controller_record(job_id)
+    told = record.get("Restarts", "")
     restarts = int(told) if told.isdigit() else 0
     if restart is not None and restart < restarts:
         # Requeued since: whatever took that allocation away, it was not the job itself.
-        return _outcome(_run_of(job_id, restart)) or "preempted"
-    state = _name(now.get("JobState", ""))
+        return _outcome_of_rows(_rows_of_run(job_id, restart)) or "preempted"
+    state = _state_name(record.get("JobState", ""))
     if state in PENDING or (state in RUNNING and state != "COMPLETING"):
         return None
     if state in OUTCOMES or state == "COMPLETED":
         return OUTCOMES.get(state)
-    if now.get("DerivedExitCode") == STORAGE_FAILED and not restarts:
+    if record.get("DerivedExitCode") == STORAGE_FAILED and not restarts:
         return "storage"
     # The exit code of an earlier run stays when a job is requeued.
-    if now.get("DerivedExitCode") == OOM_KILLED and not restarts:
+    if record.get("DerivedExitCode") == OOM_KILLED and not restarts:
         return "host_oom"
-    return _outcome(_run_of(job_id, restart))
+    return _outcome_of_rows(_rows_of_run(job_id, restart))
 
 
-def _controlled(job_id: str) -> dict[str, str]:
+def _controller_record(job_id: str) -> dict[str, str]:
     """Return what the controller knows of a job, for some minutes after its end too."""
-    answer = call("scontrol", "--details", "--oneliner", "show", "job", job_id)
+    answer = call_slurm("scontrol", "--details", "--oneliner", "show", "job", job_id)
     lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
     # What stands first counts: 24.05 and later end with the command line of the submission.
     return parse_record(lines[-1]) if lines else {}
 
 
-def _run_of(job_id: str, restart: int | None) -> list[list[str]]:
+def _rows_of_run(job_id: str, restart: int | None) -> list[list[str]]:
     """Return sacct's rows (id, state, derived exit code) of one run of a job and of its steps; None is the last run."""
     form = "--format=JobID,State,DerivedExitCode"
-    answer = call("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
+    answer = call_slurm("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
     runs: list[list[list[str]]] = []
     for row in (line.split("|") for line in answer.text.splitlines() if answer.ok):
         if len(row) == 3 and row[0] == job_id:
             runs.append([row])
         elif len(row) == 3 and runs and row[0].startswith(f"{job_id}."):
             runs[-1].append(row)
-    wanted = len(runs) - 1 if restart is None else restart
-    return runs[wanted] if 0 <= wanted < len(runs) else []
+    run_index = len(runs) - 1 if restart is None else restart
+    return runs[run_index] if 0 <= run_index < len(runs) else []
 
 
-def _outcome(rows: list[list[str]]) -> OutcomeClass | None:
+def _outcome_of_rows(rows: list[list[str]]) -> OutcomeClass | None:
     """Return what ended a job; where it failed by itself its steps tell whether memory was the reason."""
     if not rows:
         return None
-    own = _name(rows[0][1])
-    if own in OUTCOMES:
-        return OUTCOMES[own]
-    if own == "FAILED" and rows[0][2] == STORAGE_FAILED:
+    state_name = _state_name(rows[0][1])
+    if state_name in OUTCOMES:
+        return OUTCOMES[state_name]
+    if state_name == "FAILED" and rows[0][2] == STORAGE_FAILED:
         return "storage"
-    killed = any(_name(state) == "OUT_OF_MEMORY" or code == OOM_KILLED for _, state, code in rows)
-    return "host_oom" if killed and own == "FAILED" else None
+    killed = any(_state_name(state) == "OUT_OF_MEMORY" or code == OOM_KILLED for _, state, code in rows)
+    return "host_oom" if killed and state_name == "FAILED" else None
 
 
 # --- finding and ending jobs
 
 
-def live(names: Sequence[str]) -> list[Queued]:
+def live_jobs(names: Sequence[str]) -> list[Queued]:
     """Return this user's jobs of these names that wait or run; one that is being ended does not count.
 
     Raises:
         SchedulerError: squeue does not answer, so that nobody can tell.
     """
     form = "--format=%i|%T|%j|%o"
-    answer = call("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
+    answer = call_slurm("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
     if not answer.ok:
-        raise SchedulerError(f"{SILENT}: {answer.complaint}", "nothing was submitted; run the same command again later")
+        raise SchedulerError(
+            f"{NO_ANSWER}: {answer.complaint}", "nothing was submitted; run the same command again later"
+        )
     rows = [line.split("|", 3) for line in answer.text.splitlines()]
     over = ("COMPLETING", *ENDED)
     return [
         Queued(row[0], row[2], row[3])
         for row in rows
-        if len(row) == 4 and row[2] in names and _name(row[1]) not in over
+        if len(row) == 4 and row[2] in names and _state_name(row[1]) not in over
     ]
 
 
-def named(job_name: str) -> list[str]:
+def live_ids(job_name: str) -> list[str]:
     """Return the ids of this user's jobs of exactly this name that wait or run; none where squeue does not answer."""
     try:
-        return [job.id for job in live([job_name])]
+        return [job.id for job in live_jobs([job_name])]
     except SchedulerError:
         return []
 
 
-def cancel(ids: Sequence[str]) -> str:
+def cancel_jobs(ids: Sequence[str]) -> str:
     """Cancel these jobs, and no others; return scancel's complaint, empty where it did what it was told."""
-    own = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things
-    if not own:
+    job_ids = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things
+    if not job_ids:
         return ""
-    answer = call("scancel", *own)
+    answer = call_slurm("scancel", *job_ids)
     return "" if answer.ok or OVER.search(answer.complaint) else answer.complaint
 
 
-def exclude(ids: Sequence[str], nodes: str) -> str:
+def exclude_nodes(ids: Sequence[str], nodes: str) -> str:
     """Keep waiting jobs off these nodes and no others; return scontrol's complaint, empty where it did what it was told."""
-    return _ordered("update", ids, f"ExcNodeList={nodes}")
+    return _call_for_jobs("update", ids, f"ExcNodeList={nodes}")
 
 
 def end_delay(id_: str, after: str) -> str:
     """Let a waiting job of a chain start as soon as the one before it is over; return scontrol's complaint."""
-    return _ordered("update", [id_], f"Dependency=afterany:{after},singleton")
+    return _call_for_jobs("update", [id_], f"Dependency=afterany:{after},singleton")
 
 
 def delay(id_: str, minutes: int) -> str:
     """Let a waiting job start so many minutes from now at the earliest; return scontrol's complaint."""
-    return _ordered("update", [id_], f"StartTime=now+{minutes}minutes")
+    return _call_for_jobs("update", [id_], f"StartTime=now+{minutes}minutes")
 
 
-def hold(ids: Sequence[str]) -> str:
+def hold_jobs(ids: Sequence[str]) -> str:
     """Keep waiting jobs from starting until they are released; return scontrol's complaint, empty where it did so.
 
     The hold is the user's, whoever orders it: `scontrol hold` by root would be an administrator's.
     """
-    return _ordered("uhold", ids)
+    return _call_for_jobs("uhold", ids)
 
 
-def release(ids: Sequence[str]) -> str:
+def release_jobs(ids: Sequence[str]) -> str:
     """Let held jobs start; return scontrol's complaint, empty where it did what it was told."""
-    return _ordered("release", ids)
+    return _call_for_jobs("release", ids)
 
 
-def _ordered(order: str, ids: Sequence[str], *settings: str) -> str:
-    own = [id_ for id_ in ids if id_.isdigit()]
-    if not own:
+def _call_for_jobs(order: str, ids: Sequence[str], *settings: str) -> str:
+    job_ids = [id_ for id_ in ids if id_.isdigit()]
+    if not job_ids:
         return ""
-    subject = f"JobId={','.join(own)}" if settings else ",".join(own)
-    answer = call("scontrol", order, subject, *settings)
+    subject = f"JobId={','.join(job_ids)}" if settings else ",".join(job_ids)
+    answer = call_slurm("scontrol", order, subject, *settings)
     return "" if answer.ok else answer.complaint or "scontrol failed"

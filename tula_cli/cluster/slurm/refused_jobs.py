@@ -20,9 +20,11 @@ HINTS = {
 """What to do about a refusal, by the words in it; the first that fits."""
 
 
-def refused(words: str) -> SchedulerError:
+def refusal_error(output: str) -> SchedulerError:
     """Return sbatch's refusal in its own words, and what to do about it."""
-    told = [line.strip().removeprefix("sbatch: error: ") for line in words.splitlines() if "sbatch:" in line]
-    text = "; ".join(told) or words.strip().rpartition("\n")[2] or "it did not say why"
-    hint = next((hint for word, hint in HINTS.items() if word in text.lower()), "check the cluster section of the job")
+    messages = [line.strip().removeprefix("sbatch: error: ") for line in output.splitlines() if "sbatch:" in line]
+    text = "; ".join(messages) or output.strip().rpartition("\n")[2] or "it did not say why"
+    hint = next(
+        (hint for keyword, hint in HINTS.items() if keyword in text.lower()), "check the cluster section of the job"
+    )
     return SchedulerError(f"sbatch refused the job: {text}", hint)

@@ -29,14 +29,16 @@ _INHERITED = (
     "export SLURM_EXPORT_ENV=ALL",
 )
 """What every job's script begins with."""
-FAULT_LASTS = 86400.0
+FAULT_SECONDS = 86400.0
 """Seconds for which a node with a fault is left alone; by then it is repaired, or drained."""
-_SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
+_SIGNAL_SECONDS = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
 
 
-def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> dict[str, Any]:
+def submitit_parameters(
+    run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None
+) -> dict[str, Any]:
     """Return what submitit is given for a job.
 
     Args:
@@ -51,26 +53,26 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
     slurm = _slurm(task.spec)
     minutes = time_limit(task)
     names = ("partition", "account", "qos", "constraint")
-    own = {key: value for key in names if (value := getattr(slurm, key))}
-    if nodes := excluded(run, task):
-        own["exclude"] = nodes
+    options = {key: value for key in names if (value := getattr(slurm, key))}
+    if nodes := excluded_nodes(run, task):
+        options["exclude"] = nodes
     if dependency:
-        own["dependency"] = dependency
+        options["dependency"] = dependency
     return {
-        **own,
-        **_size(task, slurm),
+        **options,
+        **_size_options(task, slurm),
         "job_name": name or f"tula-{run.id}-{task.job}",
         "time": minutes,
-        "signal_delay_s": min(_SIGNAL, minutes * 60 // 4),
+        "signal_delay_s": min(_SIGNAL_SECONDS, minutes * 60 // 4),
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
-        "setup": [*_setup(task, slurm), *package.shell_lines(run.path)],
-        "srun_args": [*_srun(task, slurm), *_one_log(run, task)],
+        "setup": [*_setup_lines(task, slurm), *package.shell_lines(run.path)],
+        "srun_args": [*_srun_options(task, slurm), *_single_log(run, task)],
         "additional_parameters": _options(task, slurm),
     }
 
 
-def excluded(run: RunDir, task: Task, *, also: str = "") -> str:
+def excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     """Return the nodes that a job must not run on: the spec's, and those that were faulty under it in the last day.
 
     What jobs with another cluster section met is left out: the GPUs that a node gives are those that a job asks for.
@@ -81,18 +83,18 @@ def excluded(run: RunDir, task: Task, *, also: str = "") -> str:
         also: a node whose fault is not written down yet.
     """
     attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
-    recent = [attempt for attempt in attempts if attempt.started_at > time.time() - FAULT_LASTS]
+    recent = [attempt for attempt in attempts if attempt.started_at > time.time() - FAULT_SECONDS]
     section = cluster_signature(task.spec.cluster)
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
     return ",".join(dict.fromkeys(filter(None, [_slurm(task.spec).exclude, *faulty, also])))
 
 
-def python(task: Task) -> str | None:
+def job_python(task: Task) -> str | None:
     """Return the shell's command that starts python in the job; None for the python that runs now."""
     return _slurm(task.spec).python
 
 
-def wrapper(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
+def wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
     """Return the words before a rank's command: the spec's, or those that run the script which came with the job.
 
     Args:
@@ -136,7 +138,7 @@ def _slurm(spec: JobSpec) -> Slurm:
     return spec.cluster.slurm or Slurm()
 
 
-def _size(task: Task, slurm: Slurm) -> dict[str, Any]:
+def _size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return nodes, tasks, CPUs and GPUs; GPUs in one form only: SLURM 24.11 refuses two."""
     ranks = task.spec.cluster.gpus_per_node
     size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if task.spec.task_per_node else ranks}
@@ -151,8 +153,8 @@ def _size(task: Task, slurm: Slurm) -> dict[str, Any]:
         case "gpus_per_task":
             return {**size, "gpus_per_task": f"{kind}1"}
         case "gres":
-            others = [_text(value) for key, value in slurm.extra.items() if option(key) == "gres" and value]
-            return {**size, "gres": ",".join([f"gpu:{kind}{ranks}", *others])}
+            gres = [_option_text(value) for key, value in slurm.extra.items() if option(key) == "gres" and value]
+            return {**size, "gres": ",".join([f"gpu:{kind}{ranks}", *gres])}
 
 
 def _cpus(task: Task, slurm: Slurm) -> int | None:
@@ -170,61 +172,65 @@ def _options(task: Task, slurm: Slurm) -> dict[str, Any]:
         options["reservation"] = slurm.reservation
     if slurm.memory:
         options["mem"] = slurm.memory
-    extra = _given(slurm.extra)
-    if "gres" in _size(task, slurm):
+    extra = _set_options(slurm.extra)
+    if "gres" in _size_options(task, slurm):
         extra.pop("gres", None)  # it is in there
     return {**options, **extra}
 
 
-def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _set_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as they are written; false, nothing and the empty text ask for nothing."""
     return {
-        option(name): True if value is True else _text(value)
+        option(name): True if value is True else _option_text(value)
         for name, value in extra.items()
         if value is not False and value not in (None, "", [])
     }
 
 
-def _text(value: Any) -> str:
+def _option_text(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _srun(task: Task, slurm: Slurm) -> list[str]:
+def _srun_options(task: Task, slurm: Slurm) -> list[str]:
     """Return the options of srun."""
     # A rank that dies must not leave the others waiting.
     options: dict[str, Any] = {"kill-on-bad-exit": 1}
     if cpus := _cpus(task, slurm):
         options["cpus-per-task"] = cpus  # srun of SLURM 22.05 and later does not take it over from sbatch
-    if ":" in _size(task, slurm).get("gpus_per_task", ""):
+    if ":" in _size_options(task, slurm).get("gpus_per_task", ""):
         options["gpu-bind"] = "per_task:1"  # implied, but srun of 22.05 stumbles over the type, and hides all GPUs
-    options |= _given(slurm.srun_extra)
+    options |= _set_options(slurm.srun_extra)
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
 
-def _one_log(run: RunDir, task: Task) -> list[str]:
+def _single_log(run: RunDir, task: Task) -> list[str]:
     """Let what all supervisors say go into the job's own two files: submitit asks for two a supervisor, 1,024 at 512 ranks.
 
     Of a check each has its own, for these tell which nodes see the run directory.
     """
     if isinstance(task, CheckTask):
         return []
-    place = run.submitit_dir.absolute()
-    return [f"--output={place}/%j_0_log.out", f"--error={place}/%j_0_log.err"]
+    folder = run.submitit_dir.absolute()
+    return [f"--output={folder}/%j_0_log.out", f"--error={folder}/%j_0_log.err"]
 
 
-def _setup(task: Task, slurm: Slurm) -> list[str]:
+def _setup_lines(task: Task, slurm: Slurm) -> list[str]:
     """Return the lines of the shell before the job, as they are now: what was submitted is what runs."""
     workdir = Path(task.workdir)
-    outer = [] if isinstance(slurm.wrapper, list) else _file(WRAPPER, slurm.wrapper, setting="wrapper", workdir=workdir)
+    outer = (
+        []
+        if isinstance(slurm.wrapper, list)
+        else _lines_of_file(WRAPPER, slurm.wrapper, setting="wrapper", workdir=workdir)
+    )
     return [
         *_INHERITED,
-        *set_up(slurm, workdir),
-        *exports(slurm),  # after the set-up: they hold whatever the modules have set
-        *(_in_variable(outer) if outer else []),
+        *set_up_lines(slurm, workdir),
+        *export_lines(slurm),  # after the set-up: they hold whatever the modules have set
+        *(_wrapper_variable(outer) if outer else []),
     ]
 
 
-def set_up(slurm: Slurm, workdir: Path) -> list[str]:
+def set_up_lines(slurm: Slurm, workdir: Path) -> list[str]:
     """Return the set-up lines of a job: its own, or those of the file that it, the user or the site has.
 
     Args:
@@ -236,20 +242,20 @@ def set_up(slurm: Slurm, workdir: Path) -> list[str]:
     """
     if isinstance(slurm.setup, list):
         return ["# cluster.slurm.setup", *slurm.setup] if slurm.setup else []
-    return _file(SETUP, slurm.setup, setting="setup", workdir=workdir)
+    return _lines_of_file(SETUP, slurm.setup, setting="setup", workdir=workdir)
 
 
-def exports(slurm: Slurm) -> list[str]:
+def export_lines(slurm: Slurm) -> list[str]:
     """Return the lines that export the variables of a job."""
     return [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
 
 
-def _in_variable(lines: Sequence[str]) -> list[str]:
+def _wrapper_variable(lines: Sequence[str]) -> list[str]:
     """Hand the wrapper's text to the supervisors, which srun starts with the environment of the script."""
     return [f"IFS= read -r -d '' {_WRAPPER} <<'{_WRAPPER_END}' || true", *lines, _WRAPPER_END, f"export {_WRAPPER}"]
 
 
-def _file(name: str, given: str | None, *, setting: str, workdir: Path) -> list[str]:
+def _lines_of_file(name: str, given: str | None, *, setting: str, workdir: Path) -> list[str]:
     """Return the lines of the file that the spec gives, else of the user's or the site's, if there is one.
 
     Args:

@@ -14,14 +14,14 @@ from typing import Any
 
 from tula_cli.cluster.scheduling.protocol import JobRequest, Limits, Place, Queued, SchedulerState
 from tula_cli.cluster.slurm import command, partitions, queue
-from tula_cli.cluster.slurm.command import call
-from tula_cli.cluster.slurm.refused_jobs import refused
+from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.refused_jobs import refusal_error
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
-LAG = 10.0
+ACCEPTANCE_LAG = 10.0
 """Seconds that a job accepted by a busy controller may take to appear in the queue."""
-UNDECIDED = (
+UNDECIDED_ERRORS = (
     "Socket timed out",
     "Unable to contact slurm controller",
     "Zero Bytes were transmitted",
@@ -62,26 +62,26 @@ class SlurmScheduler:
         return writer.text(job.command)
 
     def submit(self, script: Path, job: JobRequest) -> str:
-        submission = _sbatch(script)
-        return submission.id or _accepted_unheard(script, job.name, submission.words)
+        submission = _call_sbatch(script)
+        return submission.id or _find_accepted_job(script, job.name, submission.words)
 
     def queued(self, names: Sequence[str]) -> list[Queued]:
-        return queue.live(names)
+        return queue.live_jobs(names)
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
-        return queue.ask(ids, patient=self.patient)
+        return queue.ask_states(ids, patient=self.patient)
 
     def cancel(self, ids: Sequence[str]) -> str:
-        return queue.cancel(ids)
+        return queue.cancel_jobs(ids)
 
     def hold(self, ids: Sequence[str]) -> str:
-        return queue.hold(ids)
+        return queue.hold_jobs(ids)
 
     def release(self, ids: Sequence[str]) -> str:
-        return queue.release(ids)
+        return queue.release_jobs(ids)
 
     def exclude(self, ids: Sequence[str], nodes: str) -> str:
-        return queue.exclude(ids, nodes)
+        return queue.exclude_nodes(ids, nodes)
 
     def end_delay(self, id_: str, after: str) -> str:
         return queue.end_delay(id_, after)
@@ -90,7 +90,11 @@ class SlurmScheduler:
         return queue.delay(id_, minutes)
 
     def partitions(self) -> Sequence[Limits]:
-        return [Limits(one.name, one.default, one.usable, one.minutes) for one in partitions.partitions() if one.up]
+        return [
+            Limits(partition.name, partition.default, partition.usable, partition.minutes)
+            for partition in partitions.list_partitions()
+            if partition.up
+        ]
 
     # --- inside a job
 
@@ -109,14 +113,14 @@ class SlurmScheduler:
             restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
             cpus=None if cpus is None else int(cpus),
             node="\n".join(environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_NODEID")),
-            neighbours=_indices(environ.get("SLURM_GTIDS", "")),
+            neighbours=_parse_indices(environ.get("SLURM_GTIDS", "")),
         )
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
         return queue.ends_at(job_id, environ)
 
     def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
-        return queue.ended_how(job_id, restart=restart)
+        return queue.end_outcome(job_id, restart=restart)
 
 
 # --- submitting
@@ -130,7 +134,7 @@ class _Submission:
     words: str = ""
 
 
-def _sbatch(script: Path) -> _Submission:
+def _call_sbatch(script: Path) -> _Submission:
     """Call sbatch.
 
     submitit's own call has no time limit, passes an allocation's variables on and prints what sbatch says.
@@ -138,18 +142,18 @@ def _sbatch(script: Path) -> _Submission:
     Raises:
         SchedulerError: it refused the job.
     """
-    answer = call("sbatch", str(script), environ=environment_of(script))
+    answer = call_slurm("sbatch", str(script), environ=sbatch_environment(script))
     if answer.end == "hung":
-        return _Submission(words=f"no answer within {command.PATIENCE:g} s")
+        return _Submission(words=f"no answer within {command.COMMAND_TIMEOUT:g} s")
     if answer.end == "missing":
         raise SchedulerError(f"sbatch cannot be started: {answer.complaint}", "run tula on a login node")
-    told = re.search(r"Submitted batch job (\d+)", answer.text)
-    if told:
-        return _Submission(id=told.group(1))
-    words = answer.complaint or answer.text
-    if answer.ok or any(undecided in words for undecided in UNDECIDED):
-        return _Submission(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
-    raise refused(words)
+    match = re.search(r"Submitted batch job (\d+)", answer.text)
+    if match:
+        return _Submission(id=match.group(1))
+    message = answer.complaint or answer.text
+    if answer.ok or any(undecided in message for undecided in UNDECIDED_ERRORS):
+        return _Submission(words=message.rpartition("\n")[2].removeprefix("sbatch: error: "))
+    raise refusal_error(message)
 
 
 _OVERRIDES: Mapping[str, tuple[str, ...]] = {
@@ -164,12 +168,12 @@ _OVERRIDES: Mapping[str, tuple[str, ...]] = {
 """Input variables of sbatch that override or contradict an option of the script, by that option; others are named like theirs."""
 
 
-def environment_of(script: Path) -> dict[str, str]:
+def sbatch_environment(script: Path) -> dict[str, str]:
     """Return sbatch's environment without the variables that would override what the script says."""
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
     overrides = {name for option in options for name in (option.upper().replace("-", "_"), *_OVERRIDES.get(option, ()))}
     set_by_script = {f"SBATCH_{name}" for name in overrides}
-    return {name: value for name, value in command.environment(os.environ).items() if name not in set_by_script}
+    return {name: value for name, value in command.command_environment(os.environ).items() if name not in set_by_script}
 
 
 def overriding_variables(environ: Mapping[str, str]) -> list[str]:
@@ -177,28 +181,30 @@ def overriding_variables(environ: Mapping[str, str]) -> list[str]:
     return sorted(environ.keys() & {f"SBATCH_{name}" for name in _OVERRIDES["nodes"]})
 
 
-def _accepted_unheard(script: Path, name: str, words: str) -> str:
+def _find_accepted_job(script: Path, name: str, message: str) -> str:
     """Look for a job that was perhaps accepted although sbatch failed; it may take a moment to appear. Return its id.
 
     Raises:
         SchedulerError: it is not there.
     """
-    deadline, own = time.monotonic() + LAG, script.resolve()
-    told = re.findall(r"^#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+    deadline, script_path = time.monotonic() + ACCEPTANCE_LAG, script.resolve()
+    names_in_script = re.findall(r"^#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     while True:
         with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
-            found = [job.id for job in queue.live([name, *told]) if Path(job.script).resolve() == own]
-            if found:
-                return found[-1]
+            job_ids = [
+                job.id for job in queue.live_jobs([name, *names_in_script]) if Path(job.script).resolve() == script_path
+            ]
+            if job_ids:
+                return job_ids[-1]
         if time.monotonic() >= deadline:
             raise SchedulerError(
-                f"sbatch does not answer ({words}), and no job {name} has appeared in the queue",
+                f"sbatch does not answer ({message}), and no job {name} has appeared in the queue",
                 "the controller is busy or out of reach; run the same command again later, it does not submit twice",
             )
-        time.sleep(LAG / 10)
+        time.sleep(ACCEPTANCE_LAG / 10)
 
 
-def _indices(text: str) -> tuple[int, ...]:
+def _parse_indices(text: str) -> tuple[int, ...]:
     """Return the tasks that SLURM lists: "0,2"; none where it writes them in another way."""
     names = text.split(",")
     return tuple(map(int, names)) if all(name.isdecimal() for name in names) else ()

@@ -9,10 +9,10 @@ from typing import Any
 import submitit
 
 from tula_cli.cluster.scheduling.chains import LONGEST_DELAY
-from tula_cli.cluster.scheduling.job_log import log_word, open_log
+from tula_cli.cluster.scheduling.job_log import lines_to_open_log, log_word
 from tula_cli.cluster.slurm.queue import DELAYED, GAVE_UP, WAITS
 
-NOWHERE = "/dev/null"
+NULL_DEVICE = "/dev/null"
 
 
 class ScriptWriter(submitit.SlurmExecutor):
@@ -43,7 +43,7 @@ class ScriptWriter(submitit.SlurmExecutor):
         # SLURM fails a job whose log it cannot open, so the script opens it.
         self.update_parameters(
             setup=[*self._open_log(options), *setup],
-            additional_parameters={"output": NOWHERE, "error": NOWHERE, **options},
+            additional_parameters={"output": NULL_DEVICE, "error": NULL_DEVICE, **options},
         )
         return str(self._make_submission_file_text(command or self._submitit_command_str, ""))
 
@@ -52,7 +52,7 @@ class ScriptWriter(submitit.SlurmExecutor):
         comment = str(options.get("comment", ""))
         job = 'scontrol update JobId="$SLURM_JOB_ID"'
         pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'
-        return open_log(
+        return lines_to_open_log(
             log_word(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
             folder=shlex.quote(str(options["chdir"])) if "chdir" in options else '"$SLURM_SUBMIT_DIR"',
             patience=self._patience,

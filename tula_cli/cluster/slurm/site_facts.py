@@ -5,11 +5,11 @@ import pwd
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tula_cli.cluster.slurm.command import Answer, call
-from tula_cli.cluster.slurm.partitions import PATIENCE, Partition, ask_partitions, parse_minutes
+from tula_cli.cluster.slurm.command import CommandResult, call_slurm
+from tula_cli.cluster.slurm.partitions import COMMAND_TIMEOUT, Partition, ask_partitions, parse_minutes
 from tula_cli.cluster.slurm.queue import RESERVATIONS, maintenance_windows
 
-Call = Callable[..., Answer]
+Call = Callable[..., CommandResult]
 ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
 """What tells the QOS of a site, a line each, the name first."""
 ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
@@ -35,7 +35,7 @@ class SiteFacts:
         return bool(self.partitions)
 
 
-def ask_all(ask: Call = call) -> SiteFacts:
+def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
     """Ask every command of SLURM that tula uses, each with little patience; nothing is submitted.
 
     Args:
@@ -44,7 +44,7 @@ def ask_all(ask: Call = call) -> SiteFacts:
     silent: dict[str, str] = {}
 
     def told(*command: str) -> str | None:
-        answer = ask(*command, patience=PATIENCE)
+        answer = ask(*command, patience=COMMAND_TIMEOUT)
         if not answer.ok:
             silent.setdefault(command[0], answer.complaint.splitlines()[-1] if answer.complaint else "it says nothing")
         return answer.text if answer.ok else None
@@ -59,16 +59,16 @@ def ask_all(ask: Call = call) -> SiteFacts:
     return SiteFacts(
         partitions,
         silent,
-        qos=_qos(told(*ALL_QOS)),
+        qos=_parse_qos(told(*ALL_QOS)),
         accounts=first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
-        features=_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
-        reservations=_reservations(reservations := told(*RESERVATIONS)),
+        features=_parse_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
+        reservations=_parse_reservations(reservations := told(*RESERVATIONS)),
         maintenance=tuple(maintenance_windows(reservations or "")),
         all_partitions=first_fields(told(*ALL_PARTITIONS)),
     )
 
 
-def _qos(text: str | None) -> dict[str, int | None] | None:
+def _parse_qos(text: str | None) -> dict[str, int | None] | None:
     rows = [line.split("|") for line in (text or "").splitlines() if "|" in line]
     return {name: parse_minutes(limit) for name, limit, *_ in rows if name} or None
 
@@ -80,17 +80,19 @@ def first_fields(text: str | None) -> tuple[str, ...] | None:
     )
 
 
-def _features(text: str) -> dict[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = {}
+def _parse_features(text: str) -> dict[str, frozenset[str]]:
+    features_by_partition: dict[str, frozenset[str]] = {}
     for line in text.splitlines():
-        name, _, words = line.strip().partition("|")
-        own = frozenset(word.strip() for word in words.split(",") if word.strip() not in ("", "(null)"))
-        found[name.rstrip("*")] = found.get(name.rstrip("*"), frozenset()) | own
-    return found
+        name, _, feature_text = line.strip().partition("|")
+        features = frozenset(
+            feature.strip() for feature in feature_text.split(",") if feature.strip() not in ("", "(null)")
+        )
+        features_by_partition[name.rstrip("*")] = features_by_partition.get(name.rstrip("*"), frozenset()) | features
+    return features_by_partition
 
 
-def _reservations(text: str | None) -> tuple[str, ...] | None:
+def _parse_reservations(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
-    words = [word for line in text.splitlines() for word in line.split()]
-    return tuple(word.removeprefix("ReservationName=") for word in words if word.startswith("ReservationName="))
+    fields = [field for line in text.splitlines() for field in line.split()]
+    return tuple(field.removeprefix("ReservationName=") for field in fields if field.startswith("ReservationName="))

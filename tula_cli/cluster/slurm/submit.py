@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduling.batch_launcher import BatchLauncher
-from tula_cli.cluster.scheduling.chains import folder_patience, links, start_delay
+from tula_cli.cluster.scheduling.chains import count_links, folder_patience, start_delay
 from tula_cli.cluster.scheduling.protocol import JobRequest, Queued
-from tula_cli.cluster.slurm.path_patterns import require_plain
-from tula_cli.cluster.slurm.sbatch import parameters, python
+from tula_cli.cluster.slurm.path_patterns import require_plain_path
+from tula_cli.cluster.slurm.sbatch import job_python, submitit_parameters
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import Task
@@ -43,55 +43,55 @@ class SlurmLauncher(BatchLauncher):
         """Return the job by the name of its script; what it is asked for else is told by `parameters`."""
         return JobRequest(name, "", nodes=task.nodes, after=tuple(after), logs=run.submitit_dir)
 
-    def text(self, run: RunDir, job: JobRequest, task: Task) -> str:
-        chained = links(task) > 1
+    def script_text(self, run: RunDir, job: JobRequest, task: Task) -> str:
+        chained = count_links(task) > 1
         waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
-        number = job.name.removeprefix(self.first_name(run, task)).lstrip(".")
+        number = job.name.removeprefix(self.name_of_first_job(run, task)).lstrip(".")
         if number and job.after:
             waits_for.append(f"after:{job.after[-1]}+{start_delay(int(number))}")
         name = chain_name(run, task) if chained else job.name
-        return text_of(run, task, name=name, dependency=",".join(waits_for) or None)
+        return job_script(run, task, name=name, dependency=",".join(waits_for) or None)
 
     def prepare(self, run: RunDir, task: Task, id_: str) -> None:
-        _leave_call(run, task, id_)
+        _write_call(run, task, id_)
 
-    def first_name(self, run: RunDir, task: Task) -> str:
+    def name_of_first_job(self, run: RunDir, task: Task) -> str:
         """Return a name without the run's place: SLURM tells where the script of each job is."""
         return f"tula-{run.id}-{task.job}"
 
-    def there(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
+    def queued_jobs(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
         folder = run.submitit_dir.resolve()
-        found = self.scheduler.queued([*names, chain_name(run, task)])
-        scripts = {Path(job.script): job for job in found}
-        own = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
-        return {name: job for name, job in own.items() if name in names}
+        queued = self.scheduler.queued([*names, chain_name(run, task)])
+        scripts = {Path(job.script): job for job in queued}
+        own_jobs = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
+        return {name: job for name, job in own_jobs.items() if name in names}
 
-    def still_there(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
+    def jobs_to_name(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
         """Return the last one, and all that have another name than it: an older tula gave each link its own."""
         strangers = {job.id for job in there.values() if job.name != chain_name(run, task)}
         return [id_ for id_ in ids if id_ in strangers or id_ == ids[-1]]
 
-    def named(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
+    def jobs_waited_for(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
         return ids[-1:] or after
 
 
 def chain_name(run: RunDir, task: Task) -> str:
     """Return the name that all links of a chain have in the queue; those of a run elsewhere have another."""
-    place = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]
-    return f"tula-{run.id}-{task.job}-{place}"
+    path_digest = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]
+    return f"tula-{run.id}-{task.job}-{path_digest}"
 
 
-def text_of(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
+def job_script(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
     """Return the script of one job."""
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
-    require_plain(run.path)
-    writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task), python=python(task))
-    writer.update_parameters(**parameters(run, task, name=name, dependency=dependency))
+    require_plain_path(run.path)
+    writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task), python=job_python(task))
+    writer.update_parameters(**submitit_parameters(run, task, name=name, dependency=dependency))
     return writer.text()
 
 
-def _leave_call(run: RunDir, task: Task, id_: str) -> None:
+def _write_call(run: RunDir, task: Task, id_: str) -> None:
     """Leave what a job has to call where submitit looks for it, for a minute, once the job has started."""
     from submitit.core.utils import DelayedSubmission, JobPaths
 

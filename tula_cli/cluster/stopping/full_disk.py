@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.relaunch import again
+from tula_cli.cluster.relaunch import relaunch_task
 from tula_cli.cluster.scheduling.protocol import Scheduler
 from tula_cli.cluster.scheduling.schedulers import scheduler_of
 from tula_cli.errors import DiskFull, SchedulerError
@@ -19,7 +19,7 @@ from tula_cli.run.storage.shortages import shortage, shortage_words, still_missi
 from tula_cli.run.storage.space import size_of
 
 
-def held(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
+def hold_chain(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
     """Hold the jobs of a chain that wait, where the disk is full; return the reason with what was done.
 
     Args:
@@ -31,11 +31,11 @@ def held(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> Ex
         return reason
     complaint = scheduler.hold(waiting)
     ids = waiting[0] if len(waiting) == 1 else f"{waiting[0]} to {waiting[-1]}"
-    told = f"held: {ids}" if not complaint else f"{ids} could not be held: {complaint}"
-    return dataclasses.replace(reason, message=f"{reason.message}; {told}")
+    result = f"held: {ids}" if not complaint else f"{ids} could not be held: {complaint}"
+    return dataclasses.replace(reason, message=f"{reason.message}; {result}")
 
 
-def require_room(run: RunDir, last: Attempt | None) -> None:
+def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     """See that what filled the disk fits now, after an attempt that ended of it.
 
     Args:
@@ -45,40 +45,40 @@ def require_room(run: RunDir, last: Attempt | None) -> None:
     Raises:
         DiskFull: it does not.
     """
-    if last is None or last.outcome != "disk":
+    if last_attempt is None or last_attempt.outcome != "disk":
         return
-    before = last.shortage or shortage(run.path)
+    before = last_attempt.shortage or shortage(run.path)
     if before.needed is None and Path(before.folder).resolve().is_relative_to(run.path.resolve()):
-        before = before.model_copy(update={"needed": _of_a_checkpoint(run, last)})
-    found = still_missing(before)
-    if found is not None:
+        before = before.model_copy(update={"needed": _checkpoint_bytes(run, last_attempt)})
+    missing = still_missing(before)
+    if missing is not None:
         raise DiskFull(
-            f"there is still no room: {shortage_words(found)}",
+            f"there is still no room: {shortage_words(missing)}",
             advice("disk"),
-            folder=found.folder,
-            quota=found.quota,
-            needed=found.needed,
+            folder=missing.folder,
+            quota=missing.quota,
+            needed=missing.needed,
         )
 
 
-def with_room(run: RunDir, task: TrainTask, last: Attempt) -> TrainTask:
+def resume_with_space(run: RunDir, task: TrainTask, last_attempt: Attempt) -> TrainTask:
     """Go on after a full disk, in a job that was released.
 
     Raises:
         DiskFull: it is full still.
     """
-    require_room(run, last)
-    relaunch = again(task, f"there is room again: {last.message}")
+    require_disk_space(run, last_attempt)
+    relaunch = relaunch_task(task, f"there is room again: {last_attempt.message}")
     run.write_task(relaunch)
     return relaunch
 
 
-def _of_a_checkpoint(run: RunDir, last: Attempt) -> int | None:
+def _checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:
     """Return the bytes that a checkpoint of an attempt's training takes: as the largest there is, else as probes tell.
 
     What filled the disk does not always tell how much it was about to write, and no other file of a run is as large.
     """
-    task = run.task(last.task)
+    task = run.task(last_attempt.task)
     if not isinstance(task, TrainTask):
         return None
     training = run.training(task.signature)
@@ -86,12 +86,12 @@ def _of_a_checkpoint(run: RunDir, last: Attempt) -> int | None:
     saved = training.checkpoints() if of_script is None else [Path(of_script.checkpoint)]
     sizes = [size_of(path) for path in saved]
     if not any(sizes):
-        probes = [found.memory for found in run.read().results if isinstance(found, Measured)]
-        sizes = [found.parameters + found.optimizer for found in probes if isinstance(found, ModelStates)]
+        probes = [states.memory for states in run.read().results if isinstance(states, Measured)]
+        sizes = [states.parameters + states.optimizer for states in probes if isinstance(states, ModelStates)]
     return max(sizes, default=0) or None
 
 
-def let_go(run: RunDir, task: TrainTask) -> None:
+def release_held_jobs(run: RunDir, task: TrainTask) -> None:
     """Let the held jobs of a training's chain start again, where there is room for what filled the disk.
 
     Raises:
@@ -101,7 +101,7 @@ def let_go(run: RunDir, task: TrainTask) -> None:
     attempts, job = run.training(task.signature).attempts(), run.job(task.job)
     if not attempts or attempts[-1].outcome != "disk":
         return
-    require_room(run, attempts[-1])
+    require_disk_space(run, attempts[-1])
     scheduler = scheduler_of(task.spec.cluster)
     states = scheduler.ask(job.links) if job is not None else {}
     held_now = [id_ for id_, state in states.items() if state.held]

@@ -7,24 +7,24 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tula_cli.cluster.exit_reason import ExitReason, told_in_full
+from tula_cli.cluster.exit_reason import ExitReason, add_disk_shortage
 from tula_cli.errors import DiskFull, RunGone, StorageFailed, TulaError
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import root
+from tula_cli.host.outcome import find_root_failure
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import cannot_write
+from tula_cli.run.files import write_error
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.storage.shortages import shortage_of
 from tula_cli.run.storage.space import FULL, SILENT
 
-OF_SUPERVISORS: tuple[OutcomeClass, ...] = ("disk", "storage", "supervisor")
+SUPERVISOR_OUTCOMES: tuple[OutcomeClass, ...] = ("disk", "storage", "supervisor")
 """Classes of what ends a supervisor from within."""
 
 
 @contextlib.contextmanager
-def named(run: RunDir, died: Callable[[Exception], None]) -> Iterator[None]:
+def record_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) -> Iterator[None]:
     """Have it written down what fails in a supervisor itself.
 
     Args:
@@ -39,34 +39,34 @@ def named(run: RunDir, died: Callable[[Exception], None]) -> Iterator[None]:
     except RunGone:
         raise
     except Exception as error:
-        told = as_told(error, run)
+        named_error = as_named_error(error, run)
         with contextlib.suppress(Exception):  # the first error counts, and is told by the scheduler's log too
-            died(told)
-        if told is not error:
-            raise told from error
+            died(named_error)
+        if named_error is not error:
+            raise named_error from error
         raise
 
 
-def as_told(error: Exception, run: RunDir) -> Exception:
+def as_named_error(error: Exception, run: RunDir) -> Exception:
     """Return an error of the file system that nobody has named yet as the one that it is to the user; any other as it is."""
     if isinstance(error, OSError) and error.errno in (*FULL, *SILENT):
         name = error.filename if isinstance(error.filename, str) else ""
-        return cannot_write(Path(name) if name else run.path / "logs", error)
+        return write_error(Path(name) if name else run.path / "logs", error)
     return error
 
 
-def reason_of(error: Exception, run: RunDir, task: Task) -> ExitReason:
+def reason_of_error(error: Exception, run: RunDir, task: Task) -> ExitReason:
     """Return why a supervisor ends that an error has come up in."""
     host = node_name()
     if isinstance(error, DiskFull):
-        return told_in_full(run, task, ExitReason("disk", host=host, shortage=shortage_of(error)), error.message)
+        return add_disk_shortage(run, task, ExitReason("disk", host=host, shortage=shortage_of(error)), error.message)
     if isinstance(error, StorageFailed):
         return ExitReason("storage", error.message, host=host)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    told = error.message if isinstance(error, TulaError) else str(error)
-    words = ": ".join(filter(None, (type(error).__name__, told.strip().split("\n", 1)[0])))
-    return ExitReason("supervisor", f"tula's supervisor failed: {words}{where}", host=host)
+    message = error.message if isinstance(error, TulaError) else str(error)
+    description = ": ".join(filter(None, (type(error).__name__, message.strip().split("\n", 1)[0])))
+    return ExitReason("supervisor", f"tula's supervisor failed: {description}{where}", host=host)
 
 
 def keep_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception) -> None:
@@ -78,7 +78,7 @@ def keep_traceback(run: RunDir, attempt: Attempt, index: int, error: Exception) 
         log.write("".join(traceback.format_exception(error)).encode())
 
 
-def failure(task: Task, attempt: Attempt, rank: int, reason: ExitReason, error: Exception) -> Failure:
+def failure_of_follower(task: Task, attempt: Attempt, rank: int, reason: ExitReason, error: Exception) -> Failure:
     """Return what a follower leaves for its leader, which srun ends together with it."""
     assert reason.outcome is not None
     return Failure(
@@ -95,8 +95,10 @@ def failure(task: Task, attempt: Attempt, rank: int, reason: ExitReason, error: 
     )
 
 
-def told_by_supervisors(run: RunDir, attempt: Attempt) -> ExitReason | None:
+def reason_by_supervisors(run: RunDir, attempt: Attempt) -> ExitReason | None:
     """Return what ended an attempt by what a supervisor has left; None where none of them has failed."""
-    left = [one for one in run.failures(attempt.task, attempt.number) if one.outcome in OF_SUPERVISORS]
-    found = root(left)
-    return None if found is None else ExitReason.of(found)
+    failures = [
+        failure for failure in run.failures(attempt.task, attempt.number) if failure.outcome in SUPERVISOR_OUTCOMES
+    ]
+    root_failure = find_root_failure(failures)
+    return None if root_failure is None else ExitReason.from_failure(root_failure)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.errors import OtherFormat, TulaError
-from tula_cli.run.files import content, listing
+from tula_cli.run.files import list_files, read_content
 from tula_cli.run.upkeep import format as run_format
 
 
@@ -22,26 +22,26 @@ def require_known_format(run: Path, allocation: Allocation) -> None:
     try:
         run_format.require_known(run)
     except OtherFormat:
-        waiting = _waiting(run, allocation.job_id) if allocation.leader and not allocation.local else ()
+        waiting = _later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
         if waiting:  # each would end like this one, and the chain would be gone in a minute
             scheduler = allocation.scheduler
             complaint = scheduler.hold(waiting)
             ids = ",".join(waiting)
-            told = (
+            message = (
                 f"could not be held: {complaint}"
                 if complaint
                 else f"are held: {scheduler.release_command} {ids} lets them go on"
             )
-            sys.stderr.write(f"tula: the jobs of the chain that wait ({ids}) {told}\n")
+            sys.stderr.write(f"tula: the jobs of the chain that wait ({ids}) {message}\n")
         raise
 
 
-def _waiting(run: Path, job_id: str) -> Sequence[str]:
+def _later_jobs(run: Path, job_id: str) -> Sequence[str]:
     """Return the jobs of a chain after one of them, by what any format's records are expected to have."""
     with contextlib.suppress(TulaError, OSError, ValueError, RecursionError):
-        for path in listing(run / "jobs"):
+        for path in list_files(run / "jobs"):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                links = [str(link) for link in json.loads(content(path))["links"]]
+                links = [str(link) for link in json.loads(read_content(path))["links"]]
                 if job_id in links:
                     return links[links.index(job_id) + 1 :]
     return ()

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from tula_cli.host.failure_kinds import FAILURE_KINDS
 from tula_cli.run.records.jobs import Attempt
 
-AT_ONCE = 30.0
+MAX_SECONDS = 30.0
 """Seconds from the start of the ranks, in which Python, torch and the user's code are imported and the first steps begin."""
-_OWN_DOING = re.compile(r"\bSIG(?:SEGV|ABRT|BUS|ILL|FPE)\b|\bexitcode *: *-(?:11|6|7|4|8)\b")
+_CRASH_SIGNALS = re.compile(r"\bSIG(?:SEGV|ABRT|BUS|ILL|FPE)\b|\bexitcode *: *-(?:11|6|7|4|8)\b")
 """Signals by which a program ends itself. Any other comes from outside, and may come at any time."""
 
 
-def _words(attempt: Attempt) -> str:
+def _normalized_message(attempt: Attempt) -> str:
     """Return the message of an attempt without what differs from process to process: numbers and hosts."""
     return re.sub(r"\d+", "", attempt.message.replace(attempt.host or "\0", ""))
 
 
-def again_at_once(attempts: Sequence[Attempt], progress: int) -> str:
+def describe_crash_loop(attempts: Sequence[Attempt], progress: int) -> str:
     """Say why a training must not be started again; empty where it may.
 
     Args:
@@ -26,17 +26,29 @@ def again_at_once(attempts: Sequence[Attempt], progress: int) -> str:
     """
     if len(attempts) < 2:
         return ""
-    before, last = attempts[-2:]
-    if last.outcome is None or last.outcome == "done" or not FAILURE_KINDS[last.outcome].final_if_again:
+    previous, last_attempt = attempts[-2:]
+    if (
+        last_attempt.outcome is None
+        or last_attempt.outcome == "done"
+        or not FAILURE_KINDS[last_attempt.outcome].final_if_again
+    ):
         return ""
-    if last.outcome == "signal" and not (_OWN_DOING.search(last.message) and _OWN_DOING.search(before.message)):
+    if last_attempt.outcome == "signal" and not (
+        _CRASH_SIGNALS.search(last_attempt.message) and _CRASH_SIGNALS.search(previous.message)
+    ):
         return ""
-    seconds = [(one.ended_at or one.started_at) - one.started_at for one in (before, last)]
-    alike = before.outcome == last.outcome and before.progress == last.progress == progress
+    seconds = [(attempt.ended_at or attempt.started_at) - attempt.started_at for attempt in (previous, last_attempt)]
+    alike = previous.outcome == last_attempt.outcome and previous.progress == last_attempt.progress == progress
     if not alike:
         return ""
-    if last.reached is not None and last.reached == before.reached and _words(last) == _words(before):
-        return f"twice the same after {last.reached} samples from the same checkpoint, so it is not started again"
-    if max(seconds) > AT_ONCE:
+    if (
+        last_attempt.reached is not None
+        and last_attempt.reached == previous.reached
+        and _normalized_message(last_attempt) == _normalized_message(previous)
+    ):
+        return (
+            f"twice the same after {last_attempt.reached} samples from the same checkpoint, so it is not started again"
+        )
+    if max(seconds) > MAX_SECONDS:
         return ""
     return f"twice the same within {max(1.0, *seconds):.0f} s of a start, so it is not started again"

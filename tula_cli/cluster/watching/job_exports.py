@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from tula_cli.errors import TulaError
-from tula_cli.host.leftovers import MARK
+from tula_cli.host.leftovers import MARK_VARIABLE
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import open_to_add
+from tula_cli.run.files import open_to_append
 from tula_cli.run.records.tasks import TrainTask
 
 PATIENCE = 20.0
@@ -16,7 +16,7 @@ PATIENCE = 20.0
 
 
 @contextlib.contextmanager
-def exporting(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: bool) -> Iterator[None]:
+def export_meanwhile(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: bool) -> Iterator[None]:
     """Have the run sent to trackers meanwhile, where its training asks for that. What goes wrong there goes to its log alone.
 
     Args:
@@ -26,15 +26,24 @@ def exporting(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: 
         leader: whether this is the one supervisor of several that does.
     """
     task = run.task(task_id) if leader else None
-    if not isinstance(task, TrainTask) or all(one.by != "job" for one in task.spec.exports):
+    if not isinstance(task, TrainTask) or all(export.by != "job" for export in task.spec.exports):
         yield
         return
-    own = {**{name: value for name, value in environ.items() if name != MARK}, "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-m", "tula_cli.services.exporting", str(run.path.absolute()), "job"]
+    environment = {
+        **{name: value for name, value in environ.items() if name != MARK_VARIABLE},
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "tula_cli.services.exporting", str(run.path.absolute()), "job"]
     process = None
-    with contextlib.suppress(OSError, TulaError), open_to_add(run.path / "exports" / "job.log") as log:
+    with contextlib.suppress(OSError, TulaError), open_to_append(run.path / "exports" / "job.log") as log:
         process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=task.workdir, env=own, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd=task.workdir,
+            env=environment,
+            start_new_session=True,
         )
     try:
         yield

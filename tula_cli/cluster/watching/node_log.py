@@ -26,9 +26,9 @@ from tula_cli.run.files import read_end
 TAIL = 20_000  # bytes that tell an end
 _CHUNK = 65_536  # bytes: what a pipe holds, and the longest line that is not cut
 _BLOCK = 2**22  # bytes of a log that are searched at a time
-_WAITING = 256
+_MAX_WAITING = 256
 """Pieces that wait for a file system that hangs; what comes then is not written, for a rank must not stand still."""
-_PATIENCE = 2.0  # seconds
+_MARK_TIMEOUT = 2.0  # seconds
 _PAUSE = 0.02
 _MARK = re.compile(rb"\0tula ([0-9]+)\0$")
 """What a supervisor writes as the end of a line into its own pipe: all before it has been read when it is."""
@@ -40,17 +40,17 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 """A progress bar ends its lines by the last: left as it is, the next rank's line would stand behind it."""
 
 
-def log_of(run: RunDir, allocation: Allocation, task_id: str, attempt: int) -> Path:
+def log_path(run: RunDir, allocation: Allocation, task_id: str, attempt: int) -> Path:
     """Return where the ranks of a supervisor write: their node's log, which bears the index of its first supervisor, or their own."""
-    first = allocation.index - (allocation.local_index if _shares(allocation) else 0)
-    return run.log_path(task_id, attempt, first).resolve()
+    first_supervisor = allocation.index - (allocation.local_index if _shares_log(allocation) else 0)
+    return run.log_path(task_id, attempt, first_supervisor).resolve()
 
 
-def _shares(allocation: Allocation) -> bool:
+def _shares_log(allocation: Allocation) -> bool:
     """Return whether others of its node write into its log: a node's ranks that do not follow each other have a log each."""
-    first = allocation.index - allocation.local_index
+    first_supervisor = allocation.index - allocation.local_index
     near = allocation.neighbours
-    return not allocation.alone and near == tuple(range(first, first + len(near)))
+    return not allocation.is_alone_on_node and near == tuple(range(first_supervisor, first_supervisor + len(near)))
 
 
 def end_of(log: Path) -> str:
@@ -80,24 +80,24 @@ def cap_log(log: Path, *, most: int = MAX_LOG, keep: Sequence[str] = ()) -> None
             head = earlier.start() if earlier else beginning.rfind(b"\n", 0, most // 8) + 1
             until = max(head, size - most // 4)
             until += os.pread(file.fileno(), _CHUNK, until).find(b"\n") + 1
-            kept = b"".join(_matching_lines(file, head, until, keep)) if keep else b""
-            kept = kept if len(kept) <= most // 4 else kept[kept.find(b"\n", -most // 4) + 1 :]
+            retained = b"".join(_matching_lines(file, head, until, keep)) if keep else b""
+            retained = retained if len(retained) <= most // 4 else retained[retained.find(b"\n", -most // 4) + 1 :]
             file.seek(until)
             end = file.read() or b""
-            dropped = until - head - len(kept) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
+            dropped = until - head - len(retained) + (int(earlier[1]) - len(earlier[0]) if earlier else 0)
             file.truncate(head)
-            file.write(_DROPPED_LINE % (dropped, most >> 20) + kept + end)
+            file.write(_DROPPED_LINE % (dropped, most >> 20) + retained + end)
     except OSError as error:
         sys.stderr.write(f"tula: {log} has grown beyond {most >> 20} MiB and cannot be cut: {error.strerror}\n")
 
 
-def _matching_lines(file: BinaryIO, begin: int, until: int, patterns: Sequence[str]) -> Iterator[bytes]:
+def _matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str]) -> Iterator[bytes]:
     """Yield the lines of a part of a file in which a pattern matches."""
-    wanted, rest = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
-    for at in range(begin, until, _BLOCK):
-        *lines, rest = (rest + os.pread(file.fileno(), min(_BLOCK, until - at), at)).splitlines(keepends=True)
-        lines += [rest] if at + _BLOCK >= until else []
-        yield from (line for line in lines if any(one.search(line.decode(errors="replace")) for one in wanted))
+    compiled, incomplete = [re.compile(pattern, re.MULTILINE) for pattern in patterns], b""
+    for at in range(begin, end, _BLOCK):
+        *lines, incomplete = (incomplete + os.pread(file.fileno(), min(_BLOCK, end - at), at)).splitlines(keepends=True)
+        lines += [incomplete] if at + _BLOCK >= end else []
+        yield from (line for line in lines if any(one.search(line.decode(errors="replace")) for one in compiled))
 
 
 @dataclass
@@ -119,17 +119,17 @@ class RankOutput:
     _mark: int = -1  # that was read last
     _words: bytearray = field(default_factory=bytearray)  # of the attempt
     _waiting: "queue.Queue[tuple[BinaryIO, bytes] | threading.Event]" = field(
-        default_factory=lambda: queue.Queue(_WAITING)
+        default_factory=lambda: queue.Queue(_MAX_WAITING)
     )
 
     @classmethod
-    def of(cls, allocation: Allocation) -> "RankOutput":
+    def of_allocation(cls, allocation: Allocation) -> "RankOutput":
         """Return that of this supervisor."""
-        shared = _shares(allocation)
+        shared = _shares_log(allocation)
         return cls(shared, allocation.index if shared and allocation.local_index else None)
 
     @contextlib.contextmanager
-    def into(self, run: RunDir, log: Path) -> Iterator[IO[bytes]]:
+    def write_into(self, run: RunDir, log: Path) -> Iterator[IO[bytes]]:
         """Let ranks write into a log; yields what is to be their standard output.
 
         Raises:
@@ -140,20 +140,20 @@ class RankOutput:
             with file:
                 yield file
             return
-        pipe = self._started()
+        pipe = self._open_pipe()
         self._send_mark(pipe, begins=file)
         try:
             yield pipe
         finally:
-            last, until = self._send_mark(pipe), time.monotonic() + _PATIENCE
-            while self._mark < last and time.monotonic() < until:
+            last_mark, deadline = self._send_mark(pipe), time.monotonic() + _MARK_TIMEOUT
+            while self._mark < last_mark and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
             written = threading.Event()
             with contextlib.suppress(queue.Full):
-                self._waiting.put(written, timeout=_PATIENCE)
-                written.wait(_PATIENCE)
+                self._waiting.put(written, timeout=_MARK_TIMEOUT)
+                written.wait(_MARK_TIMEOUT)
 
-    def words(self, log: Path) -> str:
+    def end_of_output(self, log: Path) -> str:
         """Return the end of what this supervisor's ranks have written in the last attempt."""
         return bytes(self._words).decode(errors="replace") if self.shared else end_of(log)
 
@@ -163,82 +163,82 @@ class RankOutput:
             self._pipe.close()
         self._pipe = None
 
-    def _started(self) -> IO[bytes]:
+    def _open_pipe(self) -> IO[bytes]:
         """Return the pipe: one for all attempts, for what ranks are forked from writes into it as well."""
         if self._pipe is None:
             far, near = os.pipe()
             self._pipe = os.fdopen(near, "wb", buffering=0)
-            for work in (lambda: self._read(far), self._write):
+            for work in (lambda: self._read_pipe(far), self._write_log):
                 threading.Thread(target=work, name="log of this node", daemon=True).start()
         return self._pipe
 
     def _send_mark(self, pipe: IO[bytes], *, begins: BinaryIO | None = None) -> int:
-        number, until = next(self._numbers), time.monotonic() + _PATIENCE
+        number, deadline = next(self._numbers), time.monotonic() + _MARK_TIMEOUT
         if begins is not None:
             self._begin[number] = begins
         # None: a rank has made the pipe one that does not wait, and it is full.
-        while pipe.write(b"\0tula %d\0\n" % number) is None and time.monotonic() < until:
+        while pipe.write(b"\0tula %d\0\n" % number) is None and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         return number
 
-    def _read(self, pipe: int) -> None:
+    def _read_pipe(self, pipe: int) -> None:
         """Read what ranks write until nobody can write any more."""
         log: BinaryIO | None = None
-        rest = b""
+        incomplete = b""
         with open(pipe, "rb", buffering=0) as ranks:
             while chunk := ranks.read(_CHUNK):
-                lines, rest = _split(rest + chunk)
-                told: list[bytes] = []
+                lines, incomplete = _split_lines(incomplete + chunk)
+                lines_of_log: list[bytes] = []
                 for line in lines:
                     mark = _MARK.search(line)
                     if mark is None or mark.start():
-                        told.append(line[: mark.start()] if mark else line)
+                        lines_of_log.append(line[: mark.start()] if mark else line)
                     if mark is not None:
-                        self._keep(told, log)
-                        log, told = self._passed(int(mark[1]), log), []
-                self._keep(told, log)
+                        self._keep_lines(lines_of_log, log)
+                        log, lines_of_log = self._pass_mark(int(mark[1]), log), []
+                self._keep_lines(lines_of_log, log)
 
-    def _passed(self, mark: int, log: BinaryIO | None) -> BinaryIO | None:
+    def _pass_mark(self, mark: int, log: BinaryIO | None) -> BinaryIO | None:
         """Note that a mark was read; return the log of what follows."""
         begins = self._begin.pop(mark, None)
         if begins is not None:
             self._words.clear()
-            self._add(log, b"")
+            self._queue_text(log, b"")
         self._mark = mark
         return begins or log
 
-    def _keep(self, lines: Sequence[bytes], log: BinaryIO | None) -> None:
+    def _keep_lines(self, lines: Sequence[bytes], log: BinaryIO | None) -> None:
         if not lines:
             return
         self._words += b"".join(line + b"\n" for line in lines)
         del self._words[:-TAIL]
-        before = b"" if self.rank is None else words.tag(self.rank).encode()
-        known = before.rstrip()  # torch writes its own with and without a space
-        text = b"".join((b"" if line.startswith(known) else before) + line + b"\n" for line in lines)
-        self._add(log, text)
+        prefix = b"" if self.rank is None else words.tag(self.rank).encode()
+        stripped = prefix.rstrip()  # torch writes its own with and without a space
+        text = b"".join((b"" if line.startswith(stripped) else prefix) + line + b"\n" for line in lines)
+        self._queue_text(log, text)
 
-    def _add(self, log: BinaryIO | None, text: bytes) -> None:
+    def _queue_text(self, log: BinaryIO | None, text: bytes) -> None:
         """Let text be written; none closes the log."""
         if log is not None:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait((log, text))
 
-    def _write(self) -> None:
+    def _write_log(self) -> None:
         """Add to the log what was read, each piece by one write."""
         while True:
-            found = self._waiting.get()
-            if isinstance(found, threading.Event):
-                found.set()
+            item = self._waiting.get()
+            if isinstance(item, threading.Event):
+                item.set()
                 continue
-            log, text = found
+            log, text = item
             # What finds no room is lost: the rank meets the full disk too, and tells it.
             with contextlib.suppress(OSError):
                 os.write(log.fileno(), text) if text else log.close()
 
 
-def _split(text: bytes) -> tuple[list[bytes], bytes]:
+def _split_lines(text: bytes) -> tuple[list[bytes], bytes]:
     """Return the lines that have ended, and what has not; what is too long is cut."""
-    *lines, rest = _LINE_END.split(text)
+    *lines, incomplete = _LINE_END.split(text)
     if text.endswith(b"\r"):  # half of an end, perhaps
-        rest = lines.pop() + b"\r"
-    return ([*lines, rest], b"") if len(rest) > _CHUNK else (lines, rest)
+        incomplete = lines.pop() + b"\r"
+    return ([*lines, incomplete], b"") if len(incomplete) > _CHUNK else (lines, incomplete)

@@ -12,23 +12,23 @@ import struct
 from dataclasses import dataclass, field
 
 NOTHING, NEWS = b".", b"!"
-_MANY = 256  # supervisors of a node that may wait to be heard
+_MAX_PEERS = 256  # supervisors of a node that may wait to be heard
 
 
-def address(*parts: str) -> bytes:
+def socket_address(*parts: str) -> bytes:
     """Return the socket's name for a job and a run; the leading zero makes it abstract."""
     digest = hashlib.sha256("\n".join((str(os.getuid()), *parts)).encode()).hexdigest()
     return f"\0tula-{digest[:32]}".encode()
 
 
-def _of_same_user(peer: socket.socket) -> bool:
+def _is_same_user(peer: socket.socket) -> bool:
     """Return whether the other end is a process of this user: anybody on the machine may use any name."""
-    told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", told)[1] == os.getuid())
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
 
 
 @dataclass
-class Teller:
+class NodeBroadcaster:
     """The end of the supervisor that looks."""
 
     address: bytes
@@ -39,16 +39,16 @@ class Teller:
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             server.bind(self.address)
-            server.listen(_MANY)
+            server.listen(_MAX_PEERS)
             server.setblocking(False)
             self._server = server
         except OSError:  # no such sockets here, or somebody has the name: the others look by themselves
             server.close()
 
-    def tell(self, word: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Tell the others that there is something new, or that there is nothing; who comes anew is told to look."""
         for peer in list(self._peers):
-            self._send(peer, word)
+            self._send(peer, message)
         while self._server is not None:
             try:
                 peer, _ = self._server.accept()
@@ -58,11 +58,11 @@ class Teller:
             self._peers.append(peer)
             self._send(peer, NEWS)
 
-    def _send(self, peer: socket.socket, word: bytes) -> None:
+    def _send(self, peer: socket.socket, message: bytes) -> None:
         try:
-            if not _of_same_user(peer):
+            if not _is_same_user(peer):
                 raise PermissionError
-            peer.send(word)
+            peer.send(message)
         except BlockingIOError:  # it has not listened for hours, and will hear of the earlier ones
             return
         except OSError:
@@ -77,21 +77,21 @@ class Teller:
 
 
 @dataclass
-class Listener:
+class NodeSubscriber:
     """The end of a supervisor that is told."""
 
     address: bytes
     _socket: socket.socket | None = None
 
-    def hear(self) -> bytes:
+    def receive(self) -> bytes:
         """Return what was told since the last call, without waiting; empty where nothing was."""
         heard = b""
         with contextlib.suppress(BlockingIOError):
             try:
                 if self._socket is None:
                     self._connect()
-                while self._socket is not None and (told := self._socket.recv(4096)):
-                    heard += told
+                while self._socket is not None and (data := self._socket.recv(4096)):
+                    heard += data
                 self.close()  # the other end is gone
             except BlockingIOError:
                 raise
@@ -103,7 +103,7 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         self._socket.connect(self.address)
-        if not _of_same_user(self._socket):
+        if not _is_same_user(self._socket):
             raise PermissionError
 
     def close(self) -> None:

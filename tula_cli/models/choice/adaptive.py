@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.models.time.noise import Z90
-from tula_cli.models.time.steptime import REPEATS, StepTimeFit
+from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, StepTimeFit
 from tula_cli.words import place
 
 Floats = NDArray[np.float64]
@@ -122,7 +122,7 @@ class _Belief:
             if candidate.measured is not None:
                 mean[index] = math.log(candidate.measured)
                 covariance[index, :] = covariance[:, index] = 0.0
-                covariance[index, index] = max(REPEATS, candidate.doubt) ** 2
+                covariance[index, index] = max(DEFAULT_REPEAT_SD, candidate.doubt) ** 2
         return cls(mean, covariance, noise)
 
     def gain(self, index: int) -> Floats:

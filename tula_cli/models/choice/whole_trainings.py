@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tula_cli.models import cost, power
 from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.offers import Offers, PartsColumns
-from tula_cli.models.interruptions import Saving
+from tula_cli.models.interruptions import CheckpointSchedule
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import Probe
 from tula_cli.models.overheads import OverheadModel
@@ -60,7 +60,7 @@ class Known:
     probes: Mapping[Probe, Measured]
     dataset_size: int
     eval_size: int | None  # held-out samples; None where no probe tells
-    saving: Saving | None  # of a script: how often it writes what it goes on from
+    saving: CheckpointSchedule | None  # of a script: how often it writes what it goes on from
     trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
     calibration: Calibration  # of the intervals
     supposed: bool = False  # another network, or other GPUs, than were measured
@@ -94,7 +94,7 @@ class Trainings:
         local_batch = batch // (nodes * gpus)
         time, startup = self.time(nodes, batch), self.beside.startup_spread / 3600
         hours, nothing = time.hours(steps.seconds), np.full(len(nodes), np.nan)
-        paid = hours - self.stages.unused(nodes, batch) / nodes
+        paid = hours - self.stages.unused_node_hours(nodes, batch) / nodes
         reserved, headroom = self._memory(nodes, local_batch if held is None else held, probes)
         measured, width = ~np.isnan(steps.fitted), self.known.calibration
         timed = {} if self.known.supposed else probes
@@ -128,14 +128,14 @@ class Trainings:
             type=np.full(len(nodes), ""),
             market=np.full(len(nodes), "on_demand"),
             pareto=np.zeros(len(nodes), dtype=bool),
-            stages=self.stages.column(nodes, batch),
+            stages=self.stages.stages_column(nodes, batch),
             parts=None if self.known.spec.script else _parts(time, steps.seconds, timed),
         )
         return found if self.known.power is None else self._with_energy(found, timed, self.known.power)
 
     def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return what a GPU reserves (bytes), as it was measured where it was, and the share of its memory that stays free."""
-        model = self.known.memory.on(nodes * self.known.spec.cluster.gpus_per_node)
+        model = self.known.memory.for_ranks(nodes * self.known.spec.cluster.gpus_per_node)
         reserved = model.reserved(local_batch) + np.zeros(len(nodes))
         for index, probe in probes.items():
             reserved[index] = probe.memory.reserved
@@ -164,8 +164,8 @@ class Trainings:
             found,
             energy=1000 * kilowatts * found.step_time,
             kwh=kwh,
-            kwh_low=power.end(kwh, drawn, found.hours_low, found.hours, side=-1),
-            kwh_high=power.end(kwh, drawn, found.hours_high, found.hours, side=1),
+            kwh_low=power.interval_end(kwh, drawn, found.hours_low, found.hours, sign=-1),
+            kwh_high=power.interval_end(kwh, drawn, found.hours_high, found.hours, sign=1),
         )
 
     def on_spot(self, here: Offers) -> Offers:
@@ -176,7 +176,7 @@ class Trainings:
         by its interruptions is not in it.
         """
         pricing = self.known.spec.pricing
-        if pricing.spot is None or (self.known.saving is not None and not self.known.saving.known):
+        if pricing.spot is None or (self.known.saving is not None and not self.known.saving.is_known):
             return here.take([])
         training = self._training(here.nodes, here.batch, pricing.spot)
         hours, low, high = (training(seconds) for seconds in (here.step_time, here.step_low, here.step_high))
@@ -216,8 +216,8 @@ class Trainings:
     def time(self, nodes: Ints, batch: Ints, *, spot: Spot | None = None) -> cost.TrainingTime:
         """Return what gives the hours of trainings from their step times; on spot nodes the expected ones."""
         gpus, every = self.known.spec.cluster.gpus_per_node, self.known.spec.train.checkpoint_every
-        overheads = self.beside.at(nodes, batch // (nodes * gpus), batch)
-        work = cost.work(
+        overheads = self.beside.overheads_at(nodes, batch // (nodes * gpus), batch)
+        work = cost.count_work(
             self.known.spec,
             batch=batch,
             world=nodes * gpus,
@@ -225,7 +225,7 @@ class Trainings:
             eval_size=self.known.eval_size,
             eval_batch_size=overheads.eval_batch_size,
         )
-        work = self.stages.counted(nodes, batch, work)
+        work = self.stages.count_equivalent_work(nodes, batch, work)
         rate = cost.interruption_rate(self.known.spec.pricing, nodes)
         # As the ranks do it, who do not know which nodes they are on.
         interval = cost.checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every

@@ -15,8 +15,8 @@ UNIT = 512
 SMALL = 2**20  # the largest request of the small pool, and the least remainder that is split off in the large one
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
-OWN_SEGMENT = 10 * 2**20  # from here on a request has a segment of its own
-WHOLE = 2 * 2**20
+OWN_SEGMENT_FROM = 10 * 2**20  # from here on a request has a segment of its own
+SEGMENT_UNIT = 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Usage:
     fits: bool = True  # False where even that made none
 
 
-class OutOfRoom(Exception):
+class NoDeviceMemory(Exception):
     """The device has no room for a segment."""
 
 
@@ -64,11 +64,11 @@ class CachingAllocator:
         """Hand out a block under a name; a size of 0 takes none."""
         if size <= 0:
             return
-        wanted = -(-size // UNIT) * UNIT
-        block = self._found(wanted) or self._segment(wanted)
-        rest = block.size - wanted
-        if rest >= UNIT if block.small else rest > SMALL:
-            self._split(block, wanted)
+        rounded = -(-size // UNIT) * UNIT
+        block = self._find_block(rounded) or self._request_segment(rounded)
+        remainder = block.size - rounded
+        if remainder >= UNIT if block.small else remainder > SMALL:
+            self._split(block, rounded)
         self._held[name] = block
         self.allocated += block.size
         self.peak = max(self.peak, self.allocated)
@@ -82,7 +82,7 @@ class CachingAllocator:
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
                 self._withdraw(neighbour)
-                block = _joined(*((neighbour, block) if neighbour is block.before else (block, neighbour)))
+                block = _join_blocks(*((neighbour, block) if neighbour is block.before else (block, neighbour)))
         block.free = True
         self._blocks[block.number] = block
         insort(self._free[block.small], (block.size, block.number))
@@ -95,23 +95,29 @@ class CachingAllocator:
         """Return the names that hold a block."""
         return tuple(self._held)
 
-    def _found(self, wanted: int) -> _Block | None:
+    def _find_block(self, size: int) -> _Block | None:
         """Return the smallest free block that is large enough."""
-        free = self._free[wanted <= SMALL]
-        place = bisect_left(free, (wanted, -1))
-        if place == len(free):
+        free = self._free[size <= SMALL]
+        index = bisect_left(free, (size, -1))
+        if index == len(free):
             return None
-        block = self._blocks[free[place][1]]
+        block = self._blocks[free[index][1]]
         self._withdraw(block)
         return block
 
-    def _segment(self, wanted: int) -> _Block:
+    def _request_segment(self, wanted: int) -> _Block:
         small = wanted <= SMALL
-        size = SMALL_SEGMENT if small else LARGE_SEGMENT if wanted < OWN_SEGMENT else -(-wanted // WHOLE) * WHOLE
+        size = (
+            SMALL_SEGMENT
+            if small
+            else LARGE_SEGMENT
+            if wanted < OWN_SEGMENT_FROM
+            else -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
+        )
         if self.capacity is not None and self.reserved + size > self.capacity:
             self._flush()
             if self.reserved + size > self.capacity:
-                raise OutOfRoom
+                raise NoDeviceMemory
         self.reserved += size
         self.most = max(self.most, self.reserved)
         return _Block(next(self._numbers), size, small=small)
@@ -123,16 +129,16 @@ class CachingAllocator:
             self._withdraw(block)
             self.reserved -= block.size
 
-    def _split(self, block: _Block, wanted: int) -> None:
+    def _split(self, block: _Block, size: int) -> None:
         """Give the end of a block back to its pool."""
-        rest = _Block(next(self._numbers), block.size - wanted, small=block.small)
-        block.size = wanted
-        rest.before, rest.after, block.after = block, block.after, rest
-        if rest.after is not None:
-            rest.after.before = rest
-        rest.free = True
-        self._blocks[rest.number] = rest
-        insort(self._free[rest.small], (rest.size, rest.number))
+        remainder = _Block(next(self._numbers), block.size - size, small=block.small)
+        block.size = size
+        remainder.before, remainder.after, block.after = block, block.after, remainder
+        if remainder.after is not None:
+            remainder.after.before = remainder
+        remainder.free = True
+        self._blocks[remainder.number] = remainder
+        insort(self._free[remainder.small], (remainder.size, remainder.number))
 
     def _withdraw(self, block: _Block) -> None:
         free = self._free[block.small]
@@ -141,15 +147,15 @@ class CachingAllocator:
         block.free = False
 
 
-def _joined(first: _Block, second: _Block) -> _Block:
-    first.size += second.size
-    first.after = second.after
-    if first.after is not None:
-        first.after.before = first
-    return first
+def _join_blocks(before: _Block, second: _Block) -> _Block:
+    before.size += second.size
+    before.after = second.after
+    if before.after is not None:
+        before.after.before = before
+    return before
 
 
-def replay(
+def replay_allocations(
     setup: Sequence[int],
     late: Sequence[int],
     step: Sequence[int],
@@ -169,41 +175,41 @@ def replay(
         turns: how often the step is run.
         capacity: bytes that the device has for segments; None for no bound.
     """
-    allocator, before = CachingAllocator(capacity), 0
+    allocator, flushes_before = CachingAllocator(capacity), 0
     try:
         for number in setup:
             allocator.allocate(number, round(sizes[number]))
         for turn in range(turns):
-            before = allocator.flushes
-            _run(allocator, step, sizes)
+            flushes_before = allocator.flushes
+            _run_events(allocator, step, sizes)
             _settle(allocator, [*setup, *late], late if turn else [])
             for number in [] if turn else late:
                 allocator.allocate(number, round(sizes[number]))
-    except OutOfRoom:
+    except NoDeviceMemory:
         return Usage(allocated=allocator.peak, reserved=allocator.most, fits=False)
-    return Usage(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - before)
+    return Usage(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - flushes_before)
 
 
 def _settle(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequence[int]) -> None:
     """Let what a step has left take the place of what it has released; release it where there is no such place."""
-    held = set(allocator.names())
-    free = [number for number in replaced if number not in held]
-    left = sorted(held.difference(stays))
-    if len(left) == len(free):
-        for old, new in zip(left, free, strict=True):
+    allocated = set(allocator.names())
+    free = [number for number in replaced if number not in allocated]
+    unplaced = sorted(allocated.difference(stays))
+    if len(unplaced) == len(free):
+        for old, new in zip(unplaced, free, strict=True):
             allocator.rename(old, new)
     else:
-        for number in left:
+        for number in unplaced:
             allocator.release(number)
 
 
-def plain(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
+def peak_without_allocator(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
     """Return the peak of a step where the system hands out just what is asked for. Bytes."""
-    held = sum(sizes[number] for number in setup)
-    return round(max(itertools.accumulate(_changes(step, sizes), initial=held)))
+    bytes_held = sum(sizes[number] for number in setup)
+    return round(max(itertools.accumulate(_size_changes(step, sizes), initial=bytes_held)))
 
 
-def _run(allocator: CachingAllocator, events: Iterable[int], sizes: Sequence[float]) -> None:
+def _run_events(allocator: CachingAllocator, events: Iterable[int], sizes: Sequence[float]) -> None:
     for event in events:
         if event > 0:
             allocator.allocate(event - 1, round(sizes[event - 1]))
@@ -211,6 +217,6 @@ def _run(allocator: CachingAllocator, events: Iterable[int], sizes: Sequence[flo
             allocator.release(-event - 1)
 
 
-def _changes(events: Iterable[int], sizes: Sequence[float]) -> Iterator[float]:
+def _size_changes(events: Iterable[int], sizes: Sequence[float]) -> Iterator[float]:
     for event in events:
         yield sizes[event - 1] if event > 0 else -sizes[-event - 1]

@@ -1,6 +1,6 @@
 """What data takes of a node's own memory on its way to the ranks: in /dev/shm, in pinned copies, in processes.
 
-The processes of a data loader hand whole micro-batches over in shared memory, `AHEAD` of them each; a GPU takes them from
+The processes of a data loader hand whole micro-batches over in shared memory, `PREFETCH_FACTOR` of them each; a GPU takes them from
 pinned copies, which torch rounds up to powers of two and keeps (its caching allocator of pinned memory). Two loaders are
 there at a time: at an epoch's end that of the next epoch has its batches ready while the evaluation loads its own.
 """
@@ -8,9 +8,9 @@ there at a time: at an epoch's end that of the next epoch has its batches ready 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AHEAD = 2
+PREFETCH_FACTOR = 2
 """Batches that each process of a data loader makes ahead."""
-LOADERS = 2
+LOADERS_AT_A_TIME = 2
 """The training's, and beside it the evaluation's."""
 
 
@@ -28,9 +28,9 @@ class DataMemory:
         return self.shared + self.pinned + self.samples
 
 
-def ready(workers: int) -> int:
+def max_ready_batches(workers: int) -> int:
     """Return the most batches of a rank that are ready or in use: what its processes make ahead, and one more."""
-    return LOADERS * (AHEAD * workers + 1)
+    return LOADERS_AT_A_TIME * (PREFETCH_FACTOR * workers + 1)
 
 
 def data_memory(micro_batches: Sequence[int], *, sample: int, ranks: int, workers: int, on_gpu: bool) -> DataMemory:
@@ -48,8 +48,8 @@ def data_memory(micro_batches: Sequence[int], *, sample: int, ranks: int, worker
     blocks = {_power_of_two(size * sample) for size in micro_batches} if on_gpu else set()
     return DataMemory(
         batches=ranks * batch,
-        shared=ranks * ready(workers) * batch if workers else 0,
-        pinned=ranks * ready(workers) * sum(blocks),
+        shared=ranks * max_ready_batches(workers) * batch if workers else 0,
+        pinned=ranks * max_ready_batches(workers) * sum(blocks),
         samples=ranks * max(1, workers) * batch,
     )
 

@@ -25,11 +25,11 @@ from tula_cli.run.records.probes import Measured
 Number = Any
 """A number, or an array of them."""
 
-TELLING = 0.05
+MIN_PROBE_DISTANCE = 0.05
 """Probes whose estimated activations differ by less than this share of the peak do not tell how activations grow."""
 
 
-FAR = 2.0
+FAR_RATIO = 2.0
 """Probes that stretch or flatten the estimated growth by more than this factor are believed, and pointed out."""
 
 
@@ -51,7 +51,7 @@ class _Point:
     activations: float = math.nan  # of a peak alone: what the other terms leave of it, which may be less than nothing
 
     @property
-    def held(self) -> float:
+    def reserved_ratio(self) -> float:
         """What the allocator holds, as a multiple of the peak."""
         return max(1.0, self.memory.reserved / self.memory.peak) if self.memory.peak > 0 else 1.0
 
@@ -67,7 +67,7 @@ class _Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class PiecewiseLinear:
     """A function of straight pieces through points, which goes on beyond them as its outer pieces do."""
 
     xs: tuple[float, ...]  # ascending
@@ -79,13 +79,13 @@ class Curve:
             return self.ys[0]
         xs: Any = self.xs
         ys: Any = self.ys
-        place: Any
+        piece: Any
         if np.ndim(x):
             xs, ys = np.array(xs), np.array(ys)
-            place = np.clip(np.searchsorted(xs, x, side="right") - 1, 0, len(xs) - 2)
+            piece = np.clip(np.searchsorted(xs, x, side="right") - 1, 0, len(xs) - 2)
         else:  # tens of times as fast for a single place
-            place = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
-        return ys[place] + (ys[place + 1] - ys[place]) / (xs[place + 1] - xs[place]) * (x - xs[place])
+            piece = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+        return ys[piece] + (ys[piece + 1] - ys[piece]) / (xs[piece + 1] - xs[piece]) * (x - xs[piece])
 
     def last_slope(self) -> float:
         return (self.ys[-1] - self.ys[-2]) / (self.xs[-1] - self.xs[-2]) if len(self.xs) > 1 else 0.0
@@ -97,9 +97,9 @@ class MemoryModel:
 
     states: ModelStates  # 0 each where nothing tells them
     batch_slope: float
-    activations: Curve  # over the micro-batch; never falls
+    activations: PiecewiseLinear  # over the micro-batch; never falls
     libraries: int  # what shares the capacity with all that
-    held: Curve  # over the micro-batch: what the allocator holds where there is room, over memory in use
+    held: PiecewiseLinear  # over the micro-batch: what the allocator holds where there is room, over memory in use
     room: float  # what it gets by with where there is little, over memory in use: it then gives back what it has cached
     accumulate: int
     error: float | None  # median relative residual of the peak; None where nothing is left over to tell
@@ -107,7 +107,7 @@ class MemoryModel:
     sharded: bool = False  # the states are those of a whole model, which the ranks divide (`on`)
     doubt: str = ""  # of its growth, in a line
 
-    def on(self, ranks: Number) -> "MemoryModel":
+    def for_ranks(self, ranks: Number) -> "MemoryModel":
         """Return the model of one of so many ranks; where none shares its model with others it is the same.
 
         Args:
@@ -126,8 +126,10 @@ class MemoryModel:
     @property
     def fixed(self) -> float:
         """What is left of the peak at no sample, seen from large batches."""
-        last = self.activations.xs[-1]
-        return float(max(0.0, self.states.static + self.activations(last) - self.activations.last_slope() * last))
+        last_corner = self.activations.xs[-1]
+        return float(
+            max(0.0, self.states.static + self.activations(last_corner) - self.activations.last_slope() * last_corner)
+        )
 
     def activations_at(self, micro_batch: Number) -> Number:
         return np.maximum(0.0, self.activations(micro_batch))
@@ -156,16 +158,16 @@ class MemoryModel:
 
     def peak(self, local_batch: Number) -> Number:
         """Return the memory in use at the peak (Eq. 3)."""
-        return _whole(self._peak(local_batch / self.accumulate))
+        return _round_bytes(self._peak(local_batch / self.accumulate))
 
     def reserved(self, local_batch: Number) -> Number:
         """Return what the allocator holds at the peak where the device has room for it: what is paid for."""
         micro_batch = local_batch / self.accumulate
-        return _whole(np.maximum(1.0, self.held(micro_batch)) * self._peak(micro_batch))
+        return _round_bytes(np.maximum(1.0, self.held(micro_batch)) * self._peak(micro_batch))
 
     def needed(self, local_batch: Number) -> Number:
         """Return the least memory of a device that it runs in, libraries included."""
-        return _whole(self._needed(local_batch / self.accumulate))
+        return _round_bytes(self._needed(local_batch / self.accumulate))
 
     def largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the capacity free.
@@ -202,11 +204,13 @@ class MemoryModel:
         return self.room * self._peak(micro_batch) + self.libraries
 
 
-def _whole(size: Number) -> Number:
+def _round_bytes(size: Number) -> Number:
     return np.rint(size) if np.ndim(size) else round(float(size))
 
 
-def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded: bool = False) -> MemoryModel:
+def fit_memory_model(
+    points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded: bool = False
+) -> MemoryModel:
     """Fit Eq. 3 to measured probes, estimates, or both.
 
     Measurements win. The estimate tells how activations grow; the measured ones move and stretch that curve. Without
@@ -221,24 +225,24 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded:
     Raises:
         BadMeasurements: there is no point.
     """
-    seen = list(points)
-    measured = [_of_measured(point, sharded=sharded) for point in seen if isinstance(point, Measured)]
-    estimated = [_of_footprint(point, accumulate) for point in seen if isinstance(point, Footprint)]
+    points_ = list(points)
+    measured = [_point_of_probe(point, sharded=sharded) for point in points_ if isinstance(point, Measured)]
+    estimated = [_point_of_footprint(point, accumulate) for point in points_ if isinstance(point, Footprint)]
     if not measured and not estimated:
         raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile first")
     believed = measured or estimated
-    states = _states(believed, estimated)
+    states = _largest_states(believed, estimated)
     slopes = _batch_slopes(believed) or _batch_slopes(estimated)
     batch_slope = float(np.median(slopes)) if slopes else 0.0
-    apart = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
-    activations, doubt = _activations(*apart)
+    split_points = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
+    activations, doubt = _activations(*split_points)
     model = MemoryModel(
         states=states,
         batch_slope=batch_slope,
         activations=activations,
         libraries=max(point.memory.libraries or 0 for point in believed),
-        held=_held(measured, estimated),
-        room=_room(measured, estimated),
+        held=_fit_reserved_ratio(measured, estimated),
+        room=_fit_min_ratio(measured, estimated),
         accumulate=accumulate,
         error=None,
         by_component=bool(slopes),
@@ -248,43 +252,43 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded:
     return replace(model, error=_median_error(model, believed))
 
 
-def _of_measured(probe: Measured, *, sharded: bool) -> _Point:
+def _point_of_probe(probe: Measured, *, sharded: bool) -> _Point:
     memory = probe.memory
     if sharded and isinstance(memory, Components):
-        memory = _undivided(memory, probe.nodes * probe.gpus_per_node)
+        memory = _undivide(memory, probe.nodes * probe.gpus_per_node)
     if probe.capacity is None and probe.environment.device == "cpu":  # no limit counts what the process holds itself
         memory = memory.model_copy(update={"libraries": 0})
     on_heap = probe.environment.device == "cpu"
     return _Point(probe.local_batch / probe.accumulate, memory, room=None, on_heap=on_heap)
 
 
-def _undivided(memory: Components, ranks: int) -> Components:
+def _undivide(memory: Components, ranks: int) -> Components:
     """Return what a rank would hold that had the states of the whole model, and all else as it has it."""
     states = {name: ranks * getattr(memory, name) for name in ("parameters", "gradients", "optimizer")}
-    more = sum(states.values()) * (ranks - 1) // ranks
-    return memory.model_copy(update={**states, "peak": memory.peak + more, "reserved": memory.reserved + more})
+    extra = sum(states.values()) * (ranks - 1) // ranks
+    return memory.model_copy(update={**states, "peak": memory.peak + extra, "reserved": memory.reserved + extra})
 
 
-def _of_footprint(footprint: Footprint, accumulate: int) -> _Point:
+def _point_of_footprint(footprint: Footprint, accumulate: int) -> _Point:
     room = max(1.0, footprint.room / max(footprint.memory.peak, 1)) if footprint.room else None
     return _Point(footprint.local_batch / accumulate, footprint.memory, room)
 
 
-def _states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
+def _largest_states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
     """Return the largest that was seen of each; 0 where nothing tells, or more was counted than a peak had room for."""
-    seen = [states for point in believed if (states := point.states) is not None]
-    if not seen:
+    measured_states = [states for point in believed if (states := point.states) is not None]
+    if not measured_states:
         return _NONE
     # AGS has none at batches where it is the identity: probes may be such, and the batch that is asked for not.
-    told = [states.factors for point in estimated if (states := point.states) is not None]
-    found = ModelStates(
-        parameters=max(states.parameters for states in seen),
-        gradients=max(states.gradients for states in seen),
-        optimizer=max(states.optimizer for states in seen),
-        factors=max(states.factors for states in seen) or max(told, default=0),
+    factors = [states.factors for point in estimated if (states := point.states) is not None]
+    states_ = ModelStates(
+        parameters=max(states.parameters for states in measured_states),
+        gradients=max(states.gradients for states in measured_states),
+        optimizer=max(states.optimizer for states in measured_states),
+        factors=max(states.factors for states in measured_states) or max(factors, default=0),
     )
     peaks = [point.memory.peak for point in believed if isinstance(point.memory, PeakMemory)]
-    return _NONE if peaks and found.static >= min(peaks) else found
+    return _NONE if peaks and states_.static >= min(peaks) else states_
 
 
 _NONE = ModelStates(parameters=0, gradients=0, optimizer=0, factors=0)
@@ -294,37 +298,37 @@ def _batch_slopes(points: Sequence[_Point]) -> list[float]:
     return [point.memory.batch / point.micro_batch for point in points if isinstance(point.memory, Components)]
 
 
-def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[Curve, str]:
+def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[PiecewiseLinear, str]:
     """Return the curve of the activations, and what is doubtful in it; it never falls, and is nowhere below what was measured."""
     if not measured:
-        return _rising({point.micro_batch: point.activations for point in estimated}), ""
-    shape = _rising({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
+        return _non_decreasing({point.micro_batch: point.activations for point in estimated}), ""
+    shape = _non_decreasing({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
     level, scale = _correction(measured, shape, proportional=not estimated)
     doubt = ""
-    if estimated and not 1 / FAR <= scale <= FAR:
+    if estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
         doubt = (
             f"memory grows with the batch {scale:.2g} times as fast in the probes as was estimated, which is believed; before"
             " a much larger batch than those is trained, measure it"
         )
     points = {x: max(0.0, level + scale * shape(x)) for x in shape.xs}
     for point in measured:
-        here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
-        points[point.micro_batch] = max(here, point.activations)
+        level_here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
+        points[point.micro_batch] = max(level_here, point.activations)
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
-        further = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
-        points[further] = max(0.0, level + scale * shape(further))
-    return _rising(points), doubt
+        beyond = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
+        points[beyond] = max(0.0, level + scale * shape(beyond))
+    return _non_decreasing(points), doubt
 
 
-_LINE = Curve((0.0, 1.0), (0.0, 1.0))
+_LINE = PiecewiseLinear((0.0, 1.0), (0.0, 1.0))
 
 
-def _rising(points: dict[float, float]) -> Curve:
+def _non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
     xs = sorted(points)
-    return Curve(tuple(xs), tuple(np.maximum.accumulate([points[x] for x in xs]).tolist()))
+    return PiecewiseLinear(tuple(xs), tuple(np.maximum.accumulate([points[x] for x in xs]).tolist()))
 
 
-def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool) -> tuple[float, float]:
+def _correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, proportional: bool) -> tuple[float, float]:
     """Return how the activations of the shape become the measured ones: (level, scale), neither scale negative.
 
     Where the probes do not tell how activations grow, what is measured beyond the shape is taken as fixed (workspaces).
@@ -332,24 +336,24 @@ def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool)
     make the growth up to HEAP_GROWTH times the estimated one, which probes whose peaks are close to each other hardly correct.
     """
     expected = np.array([shape(point.micro_batch) for point in measured])
-    seen = np.array([point.activations for point in measured])
+    activations = np.array([point.activations for point in measured])
     peaks = np.array([max(point.memory.peak, 1) for point in measured], dtype=float)
     on_heap = all(point.on_heap for point in measured) and not proportional
     if len({point.micro_batch for point in measured}) < 2:
         if proportional:
-            return 0.0, float(seen.max() / expected.max())
-        share = min(HEAP_GROWTH if on_heap else 1.0, float((seen / np.maximum(expected, 1)).max()))
-        return max(0.0, float((seen - share * expected).max())), share
+            return 0.0, float(activations.max() / expected.max())
+        share = min(HEAP_GROWTH if on_heap else 1.0, float((activations / np.maximum(expected, 1)).max()))
+        return max(0.0, float((activations - share * expected).max())), share
     if on_heap:
-        return _line_on_heap(expected, seen, 1 / peaks)
-    if not proportional and np.ptp(expected) < TELLING * peaks.max():
-        return max(0.0, float((seen - expected).max())), 1.0
-    level, scale = _weighted_line(expected, seen, 1 / peaks)
+        return _line_on_heap(expected, activations, 1 / peaks)
+    if not proportional and np.ptp(expected) < MIN_PROBE_DISTANCE * peaks.max():
+        return max(0.0, float((activations - expected).max())), 1.0
+    level, scale = _weighted_line(expected, activations, 1 / peaks)
     if scale < 0:
-        return float(seen.max()), 0.0
+        return float(activations.max()), 0.0
     # More may be counted than is there at the peak (gradients that the backward pass has yet to make): no reason to bend it.
     if level < 0 and proportional and all(isinstance(point.memory, Components) for point in measured):
-        return 0.0, _weighted_ratio(expected, seen, 1 / peaks)
+        return 0.0, _weighted_ratio(expected, activations, 1 / peaks)
     return level, scale
 
 
@@ -372,24 +376,30 @@ def _weighted_ratio(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> floa
     return float(np.sum(xs * ys * weights**2) / np.sum((xs * weights) ** 2))
 
 
-def _held(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
+def _fit_reserved_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> PiecewiseLinear:
     """Return what the allocator holds over what is in use: as estimated, moved to where it was measured."""
-    told = sorted((point.micro_batch, point.held) for point in estimated)
-    curve = Curve(tuple(x for x, _ in told), tuple(y for _, y in told)) if told else Curve((0.0,), (1.0,))
-    inside = Curve((*curve.xs, 2 * curve.xs[-1] + 1), (*curve.ys, curve.ys[-1]))  # it does not go on growing
-    off = float(np.median([point.held - inside(point.micro_batch) for point in measured])) if measured else 0.0
-    return Curve(inside.xs, tuple(max(1.0, y + off) for y in inside.ys))
+    ratios = sorted((point.micro_batch, point.reserved_ratio) for point in estimated)
+    curve = (
+        PiecewiseLinear(tuple(x for x, _ in ratios), tuple(y for _, y in ratios))
+        if ratios
+        else PiecewiseLinear((0.0,), (1.0,))
+    )
+    inside = PiecewiseLinear((*curve.xs, 2 * curve.xs[-1] + 1), (*curve.ys, curve.ys[-1]))  # it does not go on growing
+    off = (
+        float(np.median([point.reserved_ratio - inside(point.micro_batch) for point in measured])) if measured else 0.0
+    )
+    return PiecewiseLinear(inside.xs, tuple(max(1.0, y + off) for y in inside.ys))
 
 
-def _room(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:
+def _fit_min_ratio(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:
     """Return the simulated least room over memory in use; without one, what the allocator was seen to hold.
 
     Peaks that were measured on the CPU include heap and workspaces, for which an estimate keeps room.
     """
     if any(point.on_heap for point in measured):
         return 1.0
-    told = [point.room for point in estimated if point.room is not None]
-    return float(np.median(told or [point.held for point in measured] or [1.0]))
+    ratios = [point.room for point in estimated if point.room is not None]
+    return float(np.median(ratios or [point.reserved_ratio for point in measured] or [1.0]))
 
 
 def _median_error(model: MemoryModel, points: Sequence[_Point]) -> float | None:

@@ -21,11 +21,11 @@ GROWTH = 0.65
 """Exponent of the noise scale over the epochs, found on six applications (benchmarks/replay/efficiency.py fits it with each of
 them left out: 0.60 to 0.70)."""
 
-MOST_NOISE = 1e12
+MAX_NOISE = 1e12
 """Samples that a noise scale is taken for where the gradient is lost in its noise."""
-UNMEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
-SETTLED = "nothing puts the stages of train.ramp: noise off: the noise is measured at the end of an epoch, and they begin before"
-MEASURE = "tula profile --progress measures it; train.ramp: auto needs none"
+NOISE_NOT_MEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
+STAGES_NOT_DELAYED = "nothing puts the stages of train.ramp: noise off: the noise is measured at the end of an epoch, and they begin before"
+HOW_TO_MEASURE = "tula profile --progress measures it; train.ramp: auto needs none"
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class NoisePath:
     points: tuple[tuple[float, float], ...]  # (epochs done, samples), ascending, one at least
 
     @classmethod
-    def of(cls, measured: Mapping[float, float], *, reference: int) -> "NoisePath | None":
+    def from_measurements(cls, measured: Mapping[float, float], *, reference: int) -> "NoisePath | None":
         """Return that of scales (samples) by the epochs that were done; None where there are none."""
-        backwards = sorted(((epoch, min(scale, MOST_NOISE)) for epoch, scale in measured.items()), reverse=True)
+        backwards = sorted(((epoch, min(scale, MAX_NOISE)) for epoch, scale in measured.items()), reverse=True)
         scales = accumulate((scale for _, scale in backwards), min)
         points = tuple(zip((epoch for epoch, _ in backwards), scales, strict=True))
         return cls(reference, points[::-1]) if points else None
@@ -53,7 +53,7 @@ class NoisePath:
         """Epochs that were done at the newest measurement."""
         return self.points[-1][0]
 
-    def at(self, epoch: float) -> float:
+    def noise_at(self, epoch: float) -> float:
         """Return the scale (samples) when so many epochs are done."""
         x, line = math.log1p(epoch), self._line
         for (x0, y0), (x1, y1) in pairwise(line):
@@ -61,7 +61,7 @@ class NoisePath:
                 return self._scale(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
         return self._scale(line[-1][1] + GROWTH * (x - line[-1][0]))
 
-    def first(self, scale: float) -> float:
+    def first_epoch_with(self, scale: float) -> float:
         """Return the epochs done from which on it is that large (samples)."""
         y, line = math.log(self.reference + scale), self._line
         if y <= line[0][1]:
@@ -94,42 +94,44 @@ def stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: int, ep
     total = size * epochs
     doubled = [path.reference << k for k in range(batch.bit_length()) if path.reference << k < batch]
     batches = [*doubled, batch]
-    start = max(0, sum(one <= factor * path.at(0.0) for one in batches) - 1)
-    found = [Stage(begin=0, batch=batches[start], noise=path.at(0.0))]
+    start = max(0, sum(batch_ <= factor * path.noise_at(0.0) for batch_ in batches) - 1)
+    stages = [Stage(begin=0, batch=batches[start], noise=path.noise_at(0.0))]
     for following in batches[start + 1 :]:
-        begin = math.ceil(max(found[-1].begin + MIN_STAGE_SHARE * total, path.first(following / factor) * size))
+        begin = math.ceil(
+            max(stages[-1].begin + MIN_STAGE_SHARE * total, path.first_epoch_with(following / factor) * size)
+        )
         if begin > (1 - MIN_STAGE_SHARE) * total:
-            return (*found, Stage(begin=total, batch=batch))
-        found.append(Stage(begin=begin, batch=following, noise=path.at(begin / size)))
-    return tuple(found)
+            return (*stages, Stage(begin=total, batch=batch))
+        stages.append(Stage(begin=begin, batch=following, noise=path.noise_at(begin / size)))
+    return tuple(stages)
 
 
-def continued(before: Sequence[Stage], anew: Sequence[Stage]) -> tuple[Stage, ...]:
+def continue_stages(earlier: Sequence[Stage], anew: Sequence[Stage]) -> tuple[Stage, ...]:
     """Return the stages of a training that goes on at another batch: as they were, and above the former batch as they are now.
 
     Args:
         before: as the training began.
         anew: as they would be for the batch that it goes on at.
     """
-    if not before or not anew:
+    if not earlier or not anew:
         return tuple(anew)
-    own, found = anew[-1], [stage for stage in before if stage.batch < anew[-1].batch]
-    if own.batch <= before[-1].batch:
-        at = next(stage for stage in before if stage.batch >= own.batch)
-        return (*found, at.model_copy(update={"batch": own.batch}))
+    last_stage, stages = anew[-1], [stage for stage in earlier if stage.batch < anew[-1].batch]
+    if last_stage.batch <= earlier[-1].batch:
+        at = next(stage for stage in earlier if stage.batch >= last_stage.batch)
+        return (*stages, at.model_copy(update={"batch": last_stage.batch}))
     for stage in anew:
-        if stage.batch > before[-1].batch:
-            found.append(stage.model_copy(update={"begin": max(stage.begin, found[-1].begin)}))
-    return tuple(found)
+        if stage.batch > earlier[-1].batch:
+            stages.append(stage.model_copy(update={"begin": max(stage.begin, stages[-1].begin)}))
+    return tuple(stages)
 
 
-def stages_doubted(spec: JobSpec, noise: NoisePath | None) -> list[str]:
+def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[str]:
     """Say what the stages of `ramp: noise` lack."""
     if spec.train.stages != "noise":
         return []
     if noise is None:
-        return [f"{UNMEASURED}: times are those of train.ramp: auto, and tula train refuses; {MEASURE}"]
-    settled = [SETTLED] if spec.train.epochs == 1 else []
+        return [f"{NOISE_NOT_MEASURED}: times are those of train.ramp: auto, and tula train refuses; {HOW_TO_MEASURE}"]
+    settled = [STAGES_NOT_DELAYED] if spec.train.epochs == 1 else []
     if not noise.measured_at:
         return [
             *settled,
@@ -142,7 +144,7 @@ def stages_doubted(spec: JobSpec, noise: NoisePath | None) -> list[str]:
 # --- while it trains
 
 
-def put_off(
+def apply_decisions(
     planned: Sequence[Stage], decisions: Iterable[StageDecision], *, total: int, size: int
 ) -> tuple[Stage, ...]:
     """Return the stages as decisions have left them: each lasts at least as long as was planned, and none begins earlier.
@@ -156,20 +158,20 @@ def put_off(
     earliest: dict[int, int] = {}
     for decision in decisions:
         earliest[decision.batch] = max(earliest.get(decision.batch, 0), decision.begin)
-    found = [planned[0]]
-    for before, stage in pairwise(planned):
-        begin = max(earliest.get(stage.batch, 0), found[-1].begin + stage.begin - before.begin)
+    stages = [planned[0]]
+    for previous, stage in pairwise(planned):
+        begin = max(earliest.get(stage.batch, 0), stages[-1].begin + stage.begin - previous.begin)
         late = begin > stage.begin and begin > (1 - MIN_STAGE_SHARE) * total
-        found.append(stage.model_copy(update={"begin": total if late else begin}))
-    return in_epochs(found, size)
+        stages.append(stage.model_copy(update={"begin": total if late else begin}))
+    return with_epochs(stages, size)
 
 
-def next_stage(stages: Sequence[Stage], *, passed: int, until: int) -> Stage | None:
+def next_stage(stages: Sequence[Stage], *, passed: int, end: int) -> Stage | None:
     """Return the first stage that begins after `passed` samples and no later than at `until`; None where none does."""
-    return next((stage for stage in stages if passed < stage.begin <= until), None)
+    return next((stage for stage in stages if passed < stage.begin <= end), None)
 
 
-def decided(
+def decide_stage(
     stage: Stage,
     *,
     noise: Mapping[str, float],
@@ -177,7 +179,7 @@ def decided(
     reference: int,
     passed: int,
     size: int,
-    every: int,
+    interval: int,
     total: int,
 ) -> StageDecision:
     """Return whether a stage begins as planned, is put off to the next measurement, or never comes.
@@ -194,55 +196,55 @@ def decided(
         every: epochs from one measurement to the next.
         total: samples of the whole training.
     """
-    high = NoisePath.of({passed / size: noise["high"]}, reference=reference) if noise else None
-    told = {name: value for name, value in noise.items() if math.isfinite(value)}
+    high = NoisePath.from_measurements({passed / size: noise["high"]}, reference=reference) if noise else None
+    finite = {name: value for name, value in noise.items() if math.isfinite(value)}
 
     def row(verdict: Literal["begins", "put off", "stopped"], begin: int) -> StageDecision:
         return StageDecision(
-            passed=passed, batch=stage.batch, begin=begin, measured_at=passed / size, epoch=begin / size, verdict=verdict, **told
+            passed=passed, batch=stage.batch, begin=begin, measured_at=passed / size, epoch=begin / size, verdict=verdict, **finite
         )  # fmt: skip
 
-    if high is None or factor * high.at(stage.begin / size) >= stage.batch:
+    if high is None or factor * high.noise_at(stage.begin / size) >= stage.batch:
         return row("begins", stage.begin)
     # Beyond the next measurement, which then looks at it again.
-    begin = max(stage.begin, passed + every * size + 1)
+    begin = max(stage.begin, passed + interval * size + 1)
     return row("stopped", total) if begin > (1 - MIN_STAGE_SHARE) * total else row("put off", begin)
 
 
 # --- in words
 
 
-def in_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:
+def with_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:
     """Return stages as they are written down: with the epoch (of so many samples) that each begins in."""
     return tuple(stage.model_copy(update={"epoch": stage.begin / size}) for stage in stages)
 
 
-def stage_words(stages: Sequence[Stage]) -> str:
+def describe_stages(stages: Sequence[Stage]) -> str:
     """Return where a training comes to each batch, and by which noise scale; of stages as they are written down."""
     by_noise = any(stage.noise is not None for stage in stages)
-    return "; ".join(_words(stage, by_noise=by_noise) for stage in stages)
+    return "; ".join(_describe_stage(stage, by_noise=by_noise) for stage in stages)
 
 
-def _words(stage: Stage, *, by_noise: bool) -> str:
+def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
     if stage.noise is None:
         never = f"batch {stage.batch} never: the noise scale stays below it"
         return never if by_noise else f"batch {stage.batch} from epoch {number(stage.epoch)}"
     return f"batch {stage.batch} from epoch {number(stage.epoch)}: noise scale {number(stage.noise)}"
 
 
-def settled_words(stages: Sequence[Stage], every: int) -> str:
+def describe_not_delayed(stages: Sequence[Stage], interval: int) -> str:
     """Say that stages (as they are written down) all begin before the noise is measured, every so many epochs; else nothing."""
     coming = [stage.epoch or 0.0 for stage in stages[1:] if stage.noise is not None]
-    return SETTLED if coming and coming[-1] <= every else ""
+    return STAGES_NOT_DELAYED if coming and coming[-1] <= interval else ""
 
 
-def decision_words(found: StageDecision) -> str:
+def describe_decision(decision: StageDecision) -> str:
     """Return what was decided of a coming stage, and by which measurement."""
-    bound = "" if found.high is None else f" (at most {number(found.high)})"
-    noise = "not told" if found.scale is None else f"scale {number(found.scale)}{bound}"
+    bound = "" if decision.high is None else f" (at most {number(decision.high)})"
+    noise = "not told" if decision.scale is None else f"scale {number(decision.scale)}{bound}"
     end = {
-        "begins": f"begins at epoch {number(found.epoch)} as planned",
-        "put off": f"is put off to epoch {number(found.epoch)}",
+        "begins": f"begins at epoch {number(decision.epoch)} as planned",
+        "put off": f"is put off to epoch {number(decision.epoch)}",
         "stopped": "never begins",
     }
-    return f"batch {found.batch} {end[found.verdict]}: gradient noise {noise} at epoch {number(found.measured_at)}"
+    return f"batch {decision.batch} {end[decision.verdict]}: gradient noise {noise} at epoch {number(decision.measured_at)}"

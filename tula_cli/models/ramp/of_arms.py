@@ -4,7 +4,7 @@ All begin at the reference batch, which is the first stage of a ramp: the networ
 large batch learns little. Batches that do not divide among the ranks are rounded where a trainer is built.
 """
 
-from tula_cli.models.ramp.stages import MOST, SHARE
+from tula_cli.models.ramp.stages import EPOCH_SHARE, MAX_SHARE
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
@@ -13,7 +13,7 @@ from tula_cli.spec.methods import METHODS
 Stages = tuple[Stage, ...]
 
 
-def of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Stages:
+def stages_of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Stages:
     """Return the stages of the whole training as an arm, that of its own batch last.
 
     Args:
@@ -23,13 +23,13 @@ def of_training(spec: JobSpec, arm: Arm, *, batch: int, size: int) -> Stages:
         size: samples of an epoch.
     """
     parting = spec.auto.after * size
-    doubled = _doubled(spec, arm, batch)
-    length = min(SHARE, MOST / (1 + len(doubled))) * spec.train.epochs * size
+    doubled = _batches_between(spec, arm, batch)
+    length = min(EPOCH_SHARE, MAX_SHARE / (1 + len(doubled))) * spec.train.epochs * size
     begins = [max(parting, round(number * length)) for number in range(1, len(doubled) + 2)]
-    return _stages(spec, [*doubled, batch], begins)
+    return _build_stages(spec, [*doubled, batch], begins)
 
 
-def of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, length: int) -> Stages:
+def stages_of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, length: int) -> Stages:
     """Return the stages of a branch: a ramp goes through all of its own in the first half, as short as that makes them.
 
     Args:
@@ -39,20 +39,20 @@ def of_branch(spec: JobSpec, arm: Arm, *, batch: int, start: int, length: int) -
         start: samples passed where the arms part.
         length: samples of the branch.
     """
-    doubled = _doubled(spec, arm, batch)
-    each = MOST * length / max(1, len(doubled))
-    begins = [start + round(number * each) for number in range(len(doubled) + 1)]
-    return _stages(spec, [*doubled, batch], begins)
+    doubled = _batches_between(spec, arm, batch)
+    samples_per_stage = MAX_SHARE * length / max(1, len(doubled))
+    begins = [start + round(number * samples_per_stage) for number in range(len(doubled) + 1)]
+    return _build_stages(spec, [*doubled, batch], begins)
 
 
-def _doubled(spec: JobSpec, arm: Arm, batch: int) -> list[int]:
+def _batches_between(spec: JobSpec, arm: Arm, batch: int) -> list[int]:
     """Return the batches between the reference and the training's own that an arm goes through."""
     reference = spec.train.reference_batch
     ramps = METHODS[arm.method].ramps
     return [reference << k for k in range(1, batch.bit_length()) if reference << k < batch] if ramps else []
 
 
-def _stages(spec: JobSpec, batches: list[int], begins: list[int]) -> Stages:
+def _build_stages(spec: JobSpec, batches: list[int], begins: list[int]) -> Stages:
     """Return the beginning and what follows; of stages that begin at once the last one stays."""
-    found = {0: min(spec.train.reference_batch, batches[-1])} | dict(zip(begins, batches, strict=True))
-    return tuple(Stage(begin=begin, batch=batch) for begin, batch in found.items())
+    batch_by_begin = {0: min(spec.train.reference_batch, batches[-1])} | dict(zip(begins, batches, strict=True))
+    return tuple(Stage(begin=begin, batch=batch) for begin, batch in batch_by_begin.items())

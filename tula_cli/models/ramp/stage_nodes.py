@@ -12,9 +12,9 @@ from typing import Literal
 
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.grid import places
-from tula_cli.models.out_of_memory import FEWEST_NORMALISED
+from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec, max_decay_growth
@@ -24,19 +24,19 @@ from tula_cli.words import number, plural
 Worth = Literal["time", "cost"]
 """What the least is taken of: hours, or node-hours."""
 
-MOST_CHANGES = 3
+MAX_CHANGES = 3
 """Of the nodes of one training: each is a job more in the queue."""
 
 
-def stages_worth(objective: str, curve: str) -> Worth:
+def stage_objective(objective: str, curve: str) -> Worth:
     """Return by what the nodes of stages are chosen: by cost where that, or energy, is the objective, or the knee is one of cost."""
     by_cost = objective in ("cost", "energy") or (objective == "knee" and curve == "cost")
     return "cost" if by_cost else "time"
 
 
-def stages_worth_of(recommended: Recommendation | None) -> Worth:
+def stage_objective_of(recommended: Recommendation | None) -> Worth:
     """Return the same of what was recommended; without that by time."""
-    return "time" if recommended is None else stages_worth(recommended.objective, recommended.curve)
+    return "time" if recommended is None else stage_objective(recommended.objective, recommended.curve)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Change:
     queue: float = 0.0  # until there are nodes, which are not
 
 
-def cheapest(options: Sequence[Mapping[int, float]], change: Change, *, by: Worth) -> tuple[int, ...]:
+def choose_stage_nodes(options: Sequence[Mapping[int, float]], change: Change, *, by: Worth) -> tuple[int, ...]:
     """Return the nodes of each stage, ascending, with the least time or the least node-hours; of equal ones fewest changes.
 
     Args:
@@ -63,27 +63,27 @@ def cheapest(options: Sequence[Mapping[int, float]], change: Change, *, by: Wort
     def value(nodes: int, seconds: float, *, queue: float = 0.0) -> float:
         return nodes * seconds if by == "cost" else seconds + queue
 
-    first = {nodes: value(nodes, change.start + seconds) for nodes, seconds in options[0].items()}
+    first_values = {nodes: value(nodes, change.start + seconds) for nodes, seconds in options[0].items()}
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
-        (nodes, 0): (found, (nodes,)) for nodes, found in first.items()
+        (nodes, 0): (lowest, (nodes,)) for nodes, lowest in first_values.items()
     }
     for stage in options[1:]:
         reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
-        for (before, changes), (so_far, path) in best.items():
+        for (previous_nodes, changes), (so_far, path) in best.items():
             for nodes, seconds in stage.items():
-                if nodes < before or (nodes > before and changes == MOST_CHANGES):
+                if nodes < previous_nodes or (nodes > previous_nodes and changes == MAX_CHANGES):
                     continue
-                moved = nodes > before
-                more = value(nodes, seconds + change.start * moved, queue=change.queue * moved)
-                found, place = (so_far + more, (*path, nodes)), (nodes, changes + moved)
-                if place not in reached or found[0] < reached[place][0]:
-                    reached[place] = found
+                moved = nodes > previous_nodes
+                added = value(nodes, seconds + change.start * moved, queue=change.queue * moved)
+                lowest, state = (so_far + added, (*path, nodes)), (nodes, changes + moved)
+                if state not in reached or lowest[0] < reached[state][0]:
+                    reached[state] = lowest
         best = reached
     assert best, "the last stage's nodes are an option of each, or more than those of all"
-    return min((found, changes, path) for (_, changes), (found, path) in best.items())[2]
+    return min((lowest, changes, path) for (_, changes), (lowest, path) in best.items())[2]
 
 
-def allowed(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, ...]:
+def allowed_stage_nodes(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, ...]:
     """Return the numbers of nodes that a stage may run on, ascending: those of the search up to the training's own.
 
     A batch divides among their GPUs, and each of these takes at least as many samples at a time as BatchNorm needs for its
@@ -95,34 +95,34 @@ def allowed(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, ...]:
         nodes: of the training.
     """
     counts = sorted({count for count in spec.search.nodes if count < nodes})
-    fewer = [count for count in counts if batch % parts_on(spec, count) == 0]
-    roomy = [count for count in fewer if batch // parts_on(spec, count) >= FEWEST_NORMALISED]
-    own = [nodes] if batch % parts_on(spec, nodes) == 0 else []
-    return (*(roomy or fewer[:1] * (not own)), *own)
+    fewer = [count for count in counts if batch % batch_divisor(spec, count) == 0]
+    roomy = [count for count in fewer if batch // batch_divisor(spec, count) >= MIN_NORMALISED]
+    own_nodes = [nodes] if batch % batch_divisor(spec, nodes) == 0 else []
+    return (*(roomy or fewer[:1] * (not own_nodes)), *own_nodes)
 
 
-def parts_on(spec: JobSpec, nodes: int) -> int:
+def batch_divisor(spec: JobSpec, nodes: int) -> int:
     """Return the parts that a batch is divided into: GPUs x micro-batches of a step."""
     return nodes * spec.cluster.gpus_per_node * spec.train.accumulate
 
 
-def ramp_on(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: NoisePath | None = None) -> Ramp:
-    """Return the stages of a training that ends on so many nodes, as `ramp_of` has them.
+def ramp_on_nodes(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: NoisePath | None = None) -> Ramp:
+    """Return the stages of a training that ends on so many nodes, as `build_ramp` has them.
 
     Raises:
-        SpecError: as `ramp_of` says, or a stage names more nodes than the training has, or some that it does not divide among.
+        SpecError: as `build_ramp` says, or a stage names more nodes than the training has, or some that it does not divide among.
     """
     fewer: list[int] = []
     if spec.train.ramp_nodes == "auto":
-        fewer = [parts_on(spec, count) for count in sorted(set(spec.search.nodes), reverse=True) if count < nodes]
-    for size, count in named(spec).items():
+        fewer = [batch_divisor(spec, count) for count in sorted(set(spec.search.nodes), reverse=True) if count < nodes]
+    for size, count in nodes_named_by_stages(spec).items():
         if count > nodes and size < batch:
             raise SpecError(
                 f"train.ramp: batch {size} names {plural(count)}, more than the {nodes} of the training",
                 "nodes become more with the batch, not fewer",
             )
-    parts = parts_on(spec, nodes)
-    return ramp_of(spec, batch=batch, parts=parts, dataset_size=dataset_size, noise=noise, fewer=fewer)
+    divisor = batch_divisor(spec, nodes)
+    return build_ramp(spec, batch=batch, divisor=divisor, dataset_size=dataset_size, noise=noise, fewer=fewer)
 
 
 def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> None:
@@ -131,11 +131,11 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
     One that goes on at a smaller batch after an out-of-memory keeps those that are below it.
 
     Raises:
-        SpecError: a batch that is not below the training's, or as `ramp_on` and `on_nodes` say.
+        SpecError: a batch that is not below the training's, or as `ramp_on_nodes` and `stages_on_nodes` say.
     """
     if spec.train.stages == "decay":
-        _check_decay(spec, batch=batch, ramp=ramp_on(spec, batch=batch, nodes=nodes, dataset_size=dataset_size))
-    stages = _named(spec)
+        _check_decay(spec, batch=batch, ramp=ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size))
+    stages = _stages_naming_nodes(spec)
     above = [stage.batch for stage in stages if stage.batch >= batch]
     if above:
         raise SpecError(
@@ -143,8 +143,8 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
             f"leave it out: after its stages a training has its own batch ({plural(len(stages), 'stage')} named)",
         )
     if stages:
-        ramp = ramp_on(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
-        on_nodes(ramp.stages, named(spec), spec=spec, nodes=nodes)
+        ramp = ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
+        stages_on_nodes(ramp.stages, nodes_named_by_stages(spec), spec=spec, nodes=nodes)
 
 
 def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
@@ -168,7 +168,7 @@ def _check_decay(spec: JobSpec, *, batch: int, ramp: Ramp) -> None:
         )
 
 
-def no_place(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], list[str]]:
+def describe_unusable_stages(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], list[str]]:
     """Say where the search has no batch that a training with the stages of the job can begin at.
 
     Args:
@@ -179,9 +179,9 @@ def no_place(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], lis
         Problems: no batch on any nodes; and warnings: none on some of them, which are left out.
     """
     size, most = dataset_size or sys.maxsize, spec.search.max_batch
-    if not (_named(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
+    if not (_stages_naming_nodes(spec) or spec.train.stages == "decay") or (dataset_size is None and most is None):
         return [], []
-    found = places(
+    grid = places(
         spec.search.nodes,
         gpus_per_node=spec.cluster.gpus_per_node,
         min_batch=spec.search.min_batch,
@@ -189,9 +189,9 @@ def no_place(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], lis
         accumulate=spec.train.accumulate,
     )
     whys: dict[int, str] = {}
-    for nodes, batch in found:  # ascending: what is said is why not at the largest
+    for nodes, batch in grid:  # ascending: what is said is why not at the largest
         if whys.get(nodes) != "":
-            whys[nodes] = why_not_begun(spec, batch=batch, nodes=nodes, dataset_size=size)
+            whys[nodes] = stage_refusal(spec, batch=batch, nodes=nodes, dataset_size=size)
     by_why = {why: [nodes for nodes in whys if whys[nodes] == why] for why in whys.values() if why}
     none = [
         f"no training on {', '.join(map(str, counts))} node{'s' * (counts != [1])}: {why}"
@@ -200,30 +200,32 @@ def no_place(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], lis
     return (none, []) if all(whys.values()) else ([], none)
 
 
-def why_not_begun(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
+def stage_refusal(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
     """Return why `check_stages` refuses a training; empty where it does not."""
     try:
         check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
     except SpecError as error:
-        return told(error)
+        return describe_error(error)
     return ""
 
 
-def told(error: SpecError) -> str:
+def describe_error(error: SpecError) -> str:
     """Return an error in one line, with what to do about it."""
     return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
-def named(spec: JobSpec) -> dict[int, int]:
+def nodes_named_by_stages(spec: JobSpec) -> dict[int, int]:
     """Return the nodes that stages name, by their batches."""
-    return {stage.batch: stage.nodes for stage in _named(spec) if stage.nodes is not None}
+    return {stage.batch: stage.nodes for stage in _stages_naming_nodes(spec) if stage.nodes is not None}
 
 
-def _named(spec: JobSpec) -> list[RampStage]:
+def _stages_naming_nodes(spec: JobSpec) -> list[RampStage]:
     return spec.train.stages if isinstance(spec.train.stages, list) else []
 
 
-def on_nodes(stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpec, nodes: int) -> tuple[Stage, ...]:
+def stages_on_nodes(
+    stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpec, nodes: int
+) -> tuple[Stage, ...]:
     """Return the stages of a training with their nodes, as its jobs take them; without where all have its own.
 
     Args:
@@ -235,25 +237,25 @@ def on_nodes(stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpe
     Raises:
         SpecError: a stage has more nodes than the one after it, or what follows does not divide among its GPUs.
     """
-    found = tuple(stage.model_copy(update={"nodes": chosen.get(stage.batch, nodes)}) for stage in stages)
+    stages_with_nodes = tuple(stage.model_copy(update={"nodes": chosen.get(stage.batch, nodes)}) for stage in stages)
     counts = [chosen.get(stage.batch, nodes) for stage in stages]
     for index, (stage, count) in enumerate(zip(stages, counts, strict=True)):
-        for later, its in zip(stages[index:], counts[index:], strict=True):
-            if its < count:
+        for later, stage_nodes in zip(stages[index:], counts[index:], strict=True):
+            if stage_nodes < count:
                 raise SpecError(
-                    f"train.ramp: batch {later.batch} would have {plural(its)}, fewer than batch {stage.batch} before it"
+                    f"train.ramp: batch {later.batch} would have {plural(stage_nodes)}, fewer than batch {stage.batch} before it"
                 )
-            parts = parts_on(spec, count)
-            if later.batch % parts:
+            divisor = batch_divisor(spec, count)
+            if later.batch % divisor:
                 raise SpecError(
-                    f"train.ramp: batch {later.batch} does not divide by {parts} (GPUs x micro-batches of a step on the"
+                    f"train.ramp: batch {later.batch} does not divide by {divisor} (GPUs x micro-batches of a step on the"
                     f" {plural(count)} of batch {stage.batch}); samples stay in order at a change if it does",
-                    f"the nearest are {later.batch // parts * parts or parts} and {(later.batch // parts + 1) * parts}",
+                    f"the nearest are {later.batch // divisor * divisor or divisor} and {(later.batch // divisor + 1) * divisor}",
                 )
-    return found if len(set(counts)) > 1 else tuple(stages)
+    return stages_with_nodes if len(set(counts)) > 1 else tuple(stages)
 
 
-def with_nodes(task: TrainTask, *, samples: int) -> TrainTask:
+def task_on_stage_nodes(task: TrainTask, *, samples: int) -> TrainTask:
     """Return a task on the nodes of the stage that it begins in; itself where all stages have those of the training.
 
     Where the job names none, they are those that its prediction was made for.
@@ -266,15 +268,17 @@ def with_nodes(task: TrainTask, *, samples: int) -> TrainTask:
         SpecError: stages do not divide among the nodes that they name.
     """
     predicted = task.prediction.stages if task.prediction is not None else ()
-    chosen = {stage.batch: stage.nodes for stage in predicted if stage.nodes is not None} | named(task.spec)
-    stages = on_nodes(task.stages, chosen, spec=task.spec, nodes=task.nodes)
-    begun = [stage.nodes for stage in stages if stage.begin <= samples and stage.nodes is not None]
-    return task.model_copy(update={"stages": stages, "nodes": begun[-1]}) if begun else task
+    chosen = {stage.batch: stage.nodes for stage in predicted if stage.nodes is not None} | nodes_named_by_stages(
+        task.spec
+    )
+    stages = stages_on_nodes(task.stages, chosen, spec=task.spec, nodes=task.nodes)
+    begun_stage_nodes = [stage.nodes for stage in stages if stage.begin <= samples and stage.nodes is not None]
+    return task.model_copy(update={"stages": stages, "nodes": begun_stage_nodes[-1]}) if begun_stage_nodes else task
 
 
-def nodes_words(choice: Prediction) -> str:
+def describe_stage_nodes(choice: Prediction) -> str:
     """Say on how many nodes each stage of a choice runs; empty where all have its own."""
     if not any(stage.nodes for stage in choice.stages):
         return ""
-    told = [f"{stage.nodes or choice.nodes} at batch {stage.batch}" for stage in choice.stages]
-    return f"nodes: {', '.join(told)}, {choice.nodes} at batch {choice.batch}"
+    descriptions = [f"{stage.nodes or choice.nodes} at batch {stage.batch}" for stage in choice.stages]
+    return f"nodes: {', '.join(descriptions)}, {choice.nodes} at batch {choice.batch}"

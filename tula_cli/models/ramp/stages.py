@@ -24,9 +24,9 @@ from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE, RampStage
 from tula_cli.spec.schedules import ROUNDING, decayed_share
 from tula_cli.spec.sections import Schedule
 
-SHARE = 0.05
+EPOCH_SHARE = 0.05
 """Of the training, that each stage of `auto` lasts."""
-MOST = 0.5
+MAX_SHARE = 0.5
 """Of the training, that all stages of `auto` below its own batch last together."""
 
 
@@ -42,20 +42,20 @@ class Ramp:
         """Return that of a training whose batch stays."""
         return cls((Stage(begin=0, batch=batch),))
 
-    def at(self, passed: int) -> int:
+    def stage_at(self, passed: int) -> int:
         """Return the number of the stage, from 0, that a training is in when so many samples are passed."""
         return max(0, sum(stage.begin <= passed for stage in self.stages) - 1)
 
     def batch_at(self, passed: int) -> int:
         """Return the batch, global, of the step that begins when so many samples are passed."""
-        return self.stages[self.at(passed)].batch
+        return self.stages[self.stage_at(passed)].batch
 
     def shares(self, total: int) -> dict[int, float]:
         """Return the share of so many samples that pass at each batch."""
         ends = [min(stage.begin, total) for stage in (*self.stages[1:], Stage(begin=total, batch=0))]
         return {stage.batch: max(0, end - stage.begin) / total for stage, end in zip(self.stages, ends, strict=True)}
 
-    def of_epoch(self, epoch: int, *, done: int, size: int) -> Iterator[tuple[int, int]]:
+    def steps_of_epoch(self, epoch: int, *, samples_done: int, size: int) -> Iterator[tuple[int, int]]:
         """Yield (batch, steps) of what is left of an epoch; less than a batch at its end is left out.
 
         Args:
@@ -64,18 +64,18 @@ class Ramp:
             size: samples of an epoch.
         """
         while True:
-            passed = epoch * size + done
-            number = self.at(passed)
+            passed = epoch * size + samples_done
+            number = self.stage_at(passed)
             batch, following = self.stages[number].batch, self.stages[number + 1 :]
-            steps = max(0, size - done) // batch
+            steps = max(0, size - samples_done) // batch
             if following:
                 steps = min(steps, ceil((following[0].begin - passed) / batch))
             if not steps:
                 return
             yield batch, steps
-            done += steps * batch
+            samples_done += steps * batch
 
-    def steps(self, *, size: int, epochs: int, epoch: int = 0, done: int = 0) -> dict[int, int]:
+    def remaining_steps(self, *, size: int, epochs: int, epoch: int = 0, samples_done: int = 0) -> dict[int, int]:
         """Return the steps of each batch, ascending, from a position to the last epoch's end.
 
         Args:
@@ -84,24 +84,24 @@ class Ramp:
             epoch: epochs completed.
             done: samples done of the next one.
         """
-        found = dict.fromkeys((stage.batch for stage in self.stages), 0)
+        steps_by_batch = dict.fromkeys((stage.batch for stage in self.stages), 0)
         while epoch < epochs:
-            for batch, steps in self.of_epoch(epoch, done=done, size=size):
-                found[batch] += steps
-            epoch, done = epoch + 1, 0
-            number = self.at(epoch * size)
+            for batch, steps in self.steps_of_epoch(epoch, samples_done=samples_done, size=size):
+                steps_by_batch[batch] += steps
+            epoch, samples_done = epoch + 1, 0
+            number = self.stage_at(epoch * size)
             ends = [stage.begin // size for stage in self.stages[number + 1 : number + 2]]
             alike = max(0, min([epochs, *ends]) - epoch)  # epochs without a change
-            found[self.stages[number].batch] += alike * (size // self.stages[number].batch)
+            steps_by_batch[self.stages[number].batch] += alike * (size // self.stages[number].batch)
             epoch += alike
-        return found
+        return steps_by_batch
 
 
-def ramp_of(
+def build_ramp(
     spec: JobSpec,
     *,
     batch: int,
-    parts: int,
+    divisor: int,
     dataset_size: int,
     noise: NoisePath | None = None,
     decided: Sequence[Stage] = (),
@@ -121,22 +121,22 @@ def ramp_of(
     Raises:
         SpecError: a stage that the job names does not divide, or they last as long as the training.
     """
-    asked = spec.train.stages
-    if asked is None:
+    stages_setting = spec.train.stages
+    if stages_setting is None:
         return Ramp.constant(batch)
-    if decided and not isinstance(asked, list):
-        return _fitted([*below(decided, batch)], [parts], spec.train.ghost_batch)
-    if asked == "noise" and noise is not None:
+    if decided and not isinstance(stages_setting, list):
+        return _fit_stages([*stages_below(decided, batch)], [divisor], spec.train.ghost_batch)
+    if stages_setting == "noise" and noise is not None:
         planned = stages_by_noise(
             noise, batch=batch, factor=noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
         )
-        return _fitted(planned, [parts, *fewer], spec.train.ghost_batch)
-    if asked == "decay":
+        return _fit_stages(planned, [divisor, *fewer], spec.train.ghost_batch)
+    if stages_setting == "decay":
         planned = stages_by_decay(spec, batch=batch, size=dataset_size)
-        return _fitted(planned, [parts, *fewer], spec.train.ghost_batch)
-    if not isinstance(asked, list):
-        return _auto(spec, batch, [parts, *fewer], dataset_size)
-    return _named(spec, asked, batch, parts, dataset_size)
+        return _fit_stages(planned, [divisor, *fewer], spec.train.ghost_batch)
+    if not isinstance(stages_setting, list):
+        return _auto_stages(spec, batch, [divisor, *fewer], dataset_size)
+    return _named_stages(spec, stages_setting, batch, divisor, dataset_size)
 
 
 def stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...]:
@@ -159,7 +159,7 @@ def stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...
         share = reference / following
         begin = _decayed_at(share, schedule, spec.optimizer.lr, warmup=warmup, epochs=spec.train.epochs, size=size)
         begins[begin if begin <= (1 - MIN_STAGE_SHARE) * total else total] = following
-    return tuple(Stage(begin=begin, batch=each) for begin, each in begins.items())
+    return tuple(Stage(begin=begin, batch=batch_) for begin, batch_ in begins.items())
 
 
 @functools.lru_cache(maxsize=1024)  # the same for all nodes of a search
@@ -177,8 +177,8 @@ def _decayed_at(share: float, schedule: str, lr: float, *, warmup: float, epochs
     rule = Schedule.model_validate_json(schedule)
 
     def has_decayed(passed: int) -> bool:
-        left = decayed_share(rule, lr, epoch=passed / size, warmup=warmup, epochs=epochs)
-        return left <= share * (1 + ROUNDING)
+        remaining_share = decayed_share(rule, lr, epoch=passed / size, warmup=warmup, epochs=epochs)
+        return remaining_share <= share * (1 + ROUNDING)
 
     return bisect_left(range(epochs * size), True, key=has_decayed)
 
@@ -188,39 +188,43 @@ def noise_factor(spec: JobSpec) -> float:
     return 1.0 if spec.train.ramp_noise is None else spec.train.ramp_noise
 
 
-def below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
+def stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
     """Yield the stages below a batch, and it where the first of those begins that are not below, or else the last one does."""
     yield from (stage for stage in stages if stage.batch < batch)
-    own = next((stage for stage in stages if stage.batch >= batch), stages[-1])
-    yield own.model_copy(update={"batch": batch})
+    own_stage = next((stage for stage in stages if stage.batch >= batch), stages[-1])
+    yield own_stage.model_copy(update={"batch": batch})
 
 
-def _fitted(stages: Sequence[Stage], parts: Sequence[int], ghost: int | None) -> Ramp:
+def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int], ghost: int | None) -> Ramp:
     """Return stages as they divide among the parts on the most nodes on which none is without a sample; else they are left out."""
-    *smaller, own = stages
-    sizes = [_fitting(stage.batch, parts, ghost) for stage in smaller]
-    found = [stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size]
-    first, *others = (*found, own)
+    *smaller, own_stage = stages
+    sizes = [_fitting_batch(stage.batch, divisors, ghost) for stage in smaller]
+    fitting_stages = [
+        stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size
+    ]
+    first_stage, *later = (*fitting_stages, own_stage)
     remarks = tuple(
-        f"train.ramp leaves batch {stage.batch} out: it has less than one sample for each of {parts[-1]} (GPUs x micro-batches)"
+        f"train.ramp leaves batch {stage.batch} out: it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
         for stage, size in zip(smaller, sizes, strict=True)
         if not size
     )
-    return Ramp((first.model_copy(update={"begin": 0}), *others), remarks)
+    return Ramp((first_stage.model_copy(update={"begin": 0}), *later), remarks)
 
 
-def _named(spec: JobSpec, asked: Sequence[RampStage], batch: int, parts: int, dataset_size: int) -> Ramp:
-    begin, found = 0, []
-    for stage in asked:
+def _named_stages(
+    spec: JobSpec, named_stages: Sequence[RampStage], batch: int, divisor: int, dataset_size: int
+) -> Ramp:
+    begin, stages = 0, []
+    for stage in named_stages:
         if stage.batch >= batch:  # after an out-of-memory the training's own may be smaller than it was
             break
-        own = stage.nodes * spec.cluster.gpus_per_node * spec.train.accumulate if stage.nodes else parts
-        if stage.batch % own:
+        divisor_on_nodes = stage.nodes * spec.cluster.gpus_per_node * spec.train.accumulate if stage.nodes else divisor
+        if stage.batch % divisor_on_nodes:
             raise SpecError(
-                f"train.ramp: batch {stage.batch} does not divide by {own} (GPUs x micro-batches of a step)",
-                f"the nearest are {stage.batch // own * own or own} and {(stage.batch // own + 1) * own}",
+                f"train.ramp: batch {stage.batch} does not divide by {divisor_on_nodes} (GPUs x micro-batches of a step)",
+                f"the nearest are {stage.batch // divisor_on_nodes * divisor_on_nodes or divisor_on_nodes} and {(stage.batch // divisor_on_nodes + 1) * divisor_on_nodes}",
             )
-        found.append(Stage(begin=begin, batch=stage.batch))
+        stages.append(Stage(begin=begin, batch=stage.batch))
         length = stage.samples or round((stage.epochs or 0.0) * dataset_size)
         if not length:
             raise SpecError(
@@ -233,49 +237,54 @@ def _named(spec: JobSpec, asked: Sequence[RampStage], batch: int, parts: int, da
             f"train.ramp lasts {begin / dataset_size:g} epochs, which leaves nothing of train.epochs {spec.train.epochs} to"
             f" train at batch {batch}"
         )
-    return Ramp((*found, Stage(begin=begin, batch=batch)))
+    return Ramp((*stages, Stage(begin=begin, batch=batch)))
 
 
-def _auto(spec: JobSpec, batch: int, parts: Sequence[int], dataset_size: int) -> Ramp:
+def _auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_size: int) -> Ramp:
     reference = spec.train.reference_batch
     doubled = [reference << k for k in range(batch.bit_length()) if reference << k < batch]
-    fitting = {asked: _fitting(asked, parts, spec.train.ghost_batch) for asked in doubled}
-    kept = [found for found in fitting.values() if found]
-    length = min(SHARE, MOST / max(1, len(kept))) * spec.train.epochs * dataset_size
+    fitting = {
+        doubled_batch: _fitting_batch(doubled_batch, divisors, spec.train.ghost_batch) for doubled_batch in doubled
+    }
+    fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
+    length = min(EPOCH_SHARE, MAX_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
     remarks = [
-        f"train.ramp: auto leaves batch {asked} out: it has less than one sample for each of {parts[-1]} (GPUs x micro-batches)"
-        for asked, found in fitting.items()
-        if not found
+        f"train.ramp: auto leaves batch {doubled_batch} out: it has less than one sample for each of {divisors[-1]} (GPUs x micro-batches)"
+        for doubled_batch, fitting_batch in fitting.items()
+        if not fitting_batch
     ]
     if not doubled:
         remarks.append(f"train.ramp: auto does nothing: batch {batch} is not above train.reference_batch {reference}")
-    stages = [Stage(begin=round(number * length), batch=found) for number, found in enumerate([*kept, batch])]
+    stages = [
+        Stage(begin=round(number * length), batch=fitting_batch)
+        for number, fitting_batch in enumerate([*fitting_batches, batch])
+    ]
     return Ramp(tuple(stages), tuple(remarks))
 
 
-def _fitting(batch: int, parts: Sequence[int], ghost: int | None) -> int:
+def _fitting_batch(batch: int, divisors: Sequence[int], ghost: int | None) -> int:
     """Return the largest batch up to this one that divides among the first of the parts that each have a sample, else 0."""
-    return next((found for own in parts if (found := _dividing(batch, own, ghost))), 0)
+    return next((batch_ for divisor in divisors if (batch_ := _divisible_batch(batch, divisor, ghost))), 0)
 
 
-def _dividing(batch: int, parts: int, ghost: int | None) -> int:
+def _divisible_batch(batch: int, divisor: int, ghost: int | None) -> int:
     """Return the largest batch up to this one that divides among the parts, and a part into ghost batches."""
-    micro_batch = batch // parts
+    micro_batch = batch // divisor
     if ghost is not None and micro_batch > ghost:
         micro_batch -= micro_batch % ghost
-    return micro_batch * parts
+    return micro_batch * divisor
 
 
-def stage_batches(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> list[int]:
+def stage_batches(spec: JobSpec, *, batch: int, divisor: int, dataset_size: int) -> list[int]:
     """Return the batches below a training's own that it may come to on so many parts, as far as the job alone tells.
 
     Stages that name their nodes are on those, whatever the parts here.
 
-    Args: as of `ramp_of`.
+    Args: as of `build_ramp`.
     """
-    asked = spec.train.stages
-    if isinstance(asked, list):
-        return [one.batch for one in asked if one.batch < batch and not one.nodes and one.batch % parts == 0]
-    if asked is None:
+    stages_setting = spec.train.stages
+    if isinstance(stages_setting, list):
+        return [one.batch for one in stages_setting if one.batch < batch and not one.nodes and one.batch % divisor == 0]
+    if stages_setting is None:
         return []
-    return [stage.batch for stage in _auto(spec, batch, [parts], dataset_size).stages[:-1]]
+    return [stage.batch for stage in _auto_stages(spec, batch, [divisor], dataset_size).stages[:-1]]

@@ -47,11 +47,11 @@ class Points:
 
 
 @dataclass(frozen=True)
-class At:
+class FeaturePoints:
     """Points with all that does not change during a fit."""
 
     points: Points
-    frame: "Frame"
+    frame: "ReferenceFrame"
     across: Flags  # whose synchronisation follows the shape over the replicas
     log_batch: Floats
     log_replicas: Floats  # against the fewest measured
@@ -64,7 +64,7 @@ class At:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ReferenceFrame:
     """What parameters are counted from, and the places of the residuals."""
 
     log_scale: float  # ln seconds a sample
@@ -77,7 +77,7 @@ class Frame:
     priors: Priors
 
     @classmethod
-    def of(cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors) -> "Frame":
+    def of(cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors) -> "ReferenceFrame":
         smallest = float(points.local_batch.min())
         across = ~points.alone & ~points.inside
         return cls(
@@ -95,12 +95,12 @@ class Frame:
     def size(self) -> int:
         return PARAMETERS + len(self.u.places) + len(self.v.places)
 
-    def at(self, points: Points) -> At:
+    def at(self, points: Points) -> FeaturePoints:
         across = ~points.alone & ~points.inside
         replicas = np.where(across, points.replicas, self.replicas)
         least = self.shape(np.array([self.replicas]))
         fewest, most = self.gpus or (1.0, 1.0)
-        return At(
+        return FeaturePoints(
             points=points,
             frame=self,
             across=across,
@@ -116,7 +116,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Values:
+class ModelValues:
     """The model at some points. Derivatives of ln t and ln c are by the whitened coordinates, shape (n, size)."""
 
     log_step: Floats
@@ -161,18 +161,18 @@ class Parts:
         return np.asarray(np.logaddexp(self.p * self.log_backward, self.p * self.log_sync) / self.p)
 
 
-def parts(z: Floats, at: At) -> Parts:
+def step_parts_at(z: Floats, at: FeaturePoints) -> Parts:
     """Return what the steps at points consist of.
 
     Args:
         z: whitened coordinates, shape (size,), or (k, size) for as many sets of them.
         at: the points.
     """
-    frame, priors, own = at.frame, at.frame.priors, PARAMETERS
-    theta, rest = priors.means + priors.sds * z[..., :own], z[..., own:]
-    u, v = rest[..., : at.u.shape[1]], rest[..., at.u.shape[1] :]
+    frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
+    theta, residuals = priors.means + priors.sds * z[..., :parameter_count], z[..., parameter_count:]
+    u, v = residuals[..., : at.u.shape[1]], residuals[..., at.u.shape[1] :]
     slope, floor, level, growth, inside, forward, exposed, shared, inner, crowded = (
-        theta[..., [i]] for i in range(own)
+        theta[..., [i]] for i in range(parameter_count)
     )
     log_slope = frame.log_scale + slope + at.log_batch
     log_floor = frame.log_scale + slope + floor + frame.log_batch + crowded * at.log_gpus
@@ -197,26 +197,28 @@ def parts(z: Floats, at: At) -> Parts:
     )
 
 
-def evaluate(z: Floats, at: At) -> Values:
+def evaluate(z: Floats, at: FeaturePoints) -> ModelValues:
     """Evaluate the model and its derivatives."""
-    frame, priors, own = at.frame, at.frame.priors, PARAMETERS
-    found = parts(z, at)
-    phi, tau = float(found.forward[0]), float(found.exposed[0])
-    log_longer, log_step = found.log_longer, found.log_step()
-    compute, sync, longer, step = (np.exp(log) for log in (found.log_compute, found.log_sync, log_longer, log_step))
+    frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
+    step_parts = step_parts_at(z, at)
+    phi, tau = float(step_parts.forward[0]), float(step_parts.exposed[0])
+    log_longer, log_step = step_parts.log_longer, step_parts.log_step()
+    compute, sync, longer, step = (
+        np.exp(log) for log in (step_parts.log_compute, step_parts.log_sync, log_longer, log_step)
+    )
     backward_share, sync_share = (
-        np.exp(priors.p * (part - log_longer)) for part in (found.log_backward, found.log_sync)
+        np.exp(priors.p * (log_part - log_longer)) for log_part in (step_parts.log_backward, step_parts.log_sync)
     )
     by_compute = (phi * compute + longer * backward_share) / step
     by_sync = (longer * sync_share + tau * sync) / step
-    inside_share = np.exp(found.log_inside - np.where(sync > 0, found.log_sync, 0.0))
+    inside_share = np.exp(step_parts.log_inside - np.where(sync > 0, step_parts.log_sync, 0.0))
     by_inside, by_across = by_sync * inside_share, by_sync * (1 - inside_share)
 
     of_compute = np.zeros((len(at.points), frame.size))
     of_compute[:, SLOPE] = 1.0
-    of_compute[:, FLOOR] = found.floor
-    of_compute[:, CROWDED] = found.floor * at.log_gpus
-    of_compute[:, own : own + at.u.shape[1]] = at.u
+    of_compute[:, FLOOR] = step_parts.floor
+    of_compute[:, CROWDED] = step_parts.floor * at.log_gpus
+    of_compute[:, parameter_count : parameter_count + at.u.shape[1]] = at.u
     of_step = by_compute[:, None] * of_compute
     of_step[:, LEVEL] = by_sync
     of_step[:, GROWTH] = by_across * at.log_replicas
@@ -225,22 +227,22 @@ def evaluate(z: Floats, at: At) -> Values:
     of_step[:, INNER] = by_inside * at.log_inner
     of_step[:, FORWARD] = (compute - longer * backward_share / (1 - phi)) * phi * (1 - phi) / step
     of_step[:, EXPOSED] = tau * sync / step
-    of_step[:, own + at.u.shape[1] :] = by_across[:, None] * at.v
-    of_step[:, :own] *= priors.sds
-    of_compute[:, :own] *= priors.sds
-    return Values(log_step, found.log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
+    of_step[:, parameter_count + at.u.shape[1] :] = by_across[:, None] * at.v
+    of_step[:, :parameter_count] *= priors.sds
+    of_compute[:, :parameter_count] *= priors.sds
+    return ModelValues(log_step, step_parts.log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
 
 
-def additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
+def fit_additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
     """Fit a plain sum of terms, the second opinion, with relative weights; None where it has as many terms as probes."""
     if len(seconds) <= _ADDITIVE_TERMS:
         return None
     from scipy.optimize import nnls
 
-    coefficients, _ = nnls(additive_rows(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
+    coefficients, _ = nnls(additive_design(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
     return np.asarray(coefficients)
 
 
-def additive_rows(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
+def additive_design(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
     count, size = np.asarray(replicas, dtype=float), np.asarray(local_batch, dtype=float)
     return np.column_stack([np.ones_like(count), size, 1 - 1 / count, count, np.log2(count)])

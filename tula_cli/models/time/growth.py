@@ -14,7 +14,7 @@ Point = tuple[int, float, float]
 
 
 @dataclass(frozen=True)
-class Growth:
+class LengthGrowth:
     """The coefficients, none negative, in the unit of what was fitted."""
 
     fixed: float
@@ -25,38 +25,38 @@ class Growth:
     def __call__(self, length: int, samples: float) -> float:
         return self.fixed + samples * length * (self.linear + self.square * length)
 
-    def share(self, length: int) -> float:
+    def quadratic_share(self, length: int) -> float:
         """Return the share of a sample's that grows with the square of the length."""
-        whole = self.linear + self.square * length
-        return self.square * length / whole if whole else 0.0
+        total = self.linear + self.square * length
+        return self.square * length / total if total else 0.0
 
 
-def fit(points: Sequence[Point]) -> Growth | None:
+def fit_length_growth(points: Sequence[Point]) -> LengthGrowth | None:
     """Fit the growth by least squares of relative residuals; None where fewer than two lengths were seen.
 
     Args:
         points: of several lengths, what is taken being positive.
     """
-    lengths, samples, taken = (np.array(column, dtype=float) for column in zip(*points, strict=True)) if points else [np.zeros(0)] * 3  # fmt: skip
+    lengths, samples, values = (np.array(column, dtype=float) for column in zip(*points, strict=True)) if points else [np.zeros(0)] * 3  # fmt: skip
     if len(set(lengths.tolist())) < 2 or len(points) < 3:
         return None
-    design = np.column_stack([np.ones_like(lengths), samples * lengths, samples * lengths**2]) / taken[:, None]
-    fixed, linear, square = _not_negative(design, np.ones_like(taken))
+    design = np.column_stack([np.ones_like(lengths), samples * lengths, samples * lengths**2]) / values[:, None]
+    fixed, linear, square = _non_negative_least_squares(design, np.ones_like(values))
     off = np.abs(design @ [fixed, linear, square] - 1)
-    return Growth(fixed, linear, square, float(np.median(off)) if len(points) > 3 else None)
+    return LengthGrowth(fixed, linear, square, float(np.median(off)) if len(points) > 3 else None)
 
 
-def _not_negative(design: np.ndarray, wanted: np.ndarray) -> tuple[float, float, float]:
+def _non_negative_least_squares(design: np.ndarray, target: np.ndarray) -> tuple[float, float, float]:
     """Return the least squares among coefficients that are not negative: the best of all choices of columns."""
     best, least = np.zeros(3), float("inf")
     scale = np.linalg.norm(design, axis=0)
     for count in (1, 2, 3):
         for columns in map(list, itertools.combinations(range(3), count)):
-            found = np.zeros(3)
-            found[columns] = (
-                np.linalg.lstsq(design[:, columns] / scale[columns], wanted, rcond=None)[0] / scale[columns]
+            coefficients = np.zeros(3)
+            coefficients[columns] = (
+                np.linalg.lstsq(design[:, columns] / scale[columns], target, rcond=None)[0] / scale[columns]
             )
-            rest = float(np.sum((design @ found - wanted) ** 2))
-            if found.min() >= 0 and rest < least:
-                best, least = found, rest
+            residual = float(np.sum((design @ coefficients - target) ** 2))
+            if coefficients.min() >= 0 and residual < least:
+                best, least = coefficients, residual
     return float(best[0]), float(best[1]), float(best[2])

@@ -21,7 +21,7 @@ from tula_cli.models.time.priors import PRIORS, Floats, Priors
 _ADDITIVE = 1 / 21
 """Prior probability that nothing is hidden: found on step times of which synchronisation was hidden from the fit, and on the same
 put together anew with none overlapped, without each application and each cluster once (docs/how-it-measures.md)."""
-_MOST = 50.0  # ln of the odds: more makes no difference
+_MAX_LOG_ODDS = 50.0  # ln of the odds: more makes no difference
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Mixture:
             np.array(rows) for rows in zip(*(member.joint(points) for member in self.members), strict=True)
         )
         mean = self.weights @ means
-        apart = means - mean
-        return mean, np.tensordot(self.weights, covariances, 1) + (self.weights * apart.T) @ apart
+        deviations = means - mean
+        return mean, np.tensordot(self.weights, covariances, 1) + (self.weights * deviations.T) @ deviations
 
     def draws(self, points: Points, *, count: int, measured: bool) -> Draws:
         """Return as many draws of each member as its probability makes of `count`, in order; always the same."""
@@ -64,7 +64,10 @@ class Mixture:
             for member, share in zip(self.members, counts, strict=True)
             if share
         ]
-        return Draws(_join_parts([each.parts for each in drawn]), np.vstack([each.local for each in drawn]))
+        return Draws(
+            _join_parts([member_draws.parts for member_draws in drawn]),
+            np.vstack([member_draws.local for member_draws in drawn]),
+        )
 
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
@@ -83,13 +86,13 @@ class Mixture:
 StepModel = Overlap | Mixture
 
 
-def fit(
+def fit_step_model(
     points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
 ) -> StepModel:
     """Fit the model to probes: a mixture if they hold whole steps alone. Arguments as of `overlap.fit`."""
 
     def fit_with(p: float) -> Overlap:
-        return overlap.fit(
+        return overlap.fit_overlap(
             points, step=step, compute=compute, spread=spread, collective=collective, priors=replace(priors, p=p)
         )
 
@@ -98,17 +101,17 @@ def fit(
         return overlapped
     additive = fit_with(1.0)
     log_odds = math.log(_ADDITIVE / (1 - _ADDITIVE)) + additive.log_evidence - overlapped.log_evidence
-    odds = math.exp(min(_MOST, log_odds))
+    odds = math.exp(min(_MAX_LOG_ODDS, log_odds))
     return Mixture((overlapped, additive), np.array([1.0, odds]) / (1 + odds))
 
 
-def _join_parts(parts: Sequence[Parts]) -> Parts:
+def _join_parts(member_parts: Sequence[Parts]) -> Parts:
     """Return the draws of several members below each other; what all draws of a member share becomes a column."""
 
     def rows(name: str) -> Floats:
-        columns = [np.atleast_2d(getattr(each, name)) for each in parts]
+        columns = [np.atleast_2d(getattr(member, name)) for member in member_parts]
         return np.vstack(
-            [np.broadcast_to(c, (len(p.log_compute), c.shape[1])) for c, p in zip(columns, parts, strict=True)]
+            [np.broadcast_to(c, (len(p.log_compute), c.shape[1])) for c, p in zip(columns, member_parts, strict=True)]
         )
 
-    return Parts(**{field.name: rows(field.name) for field in fields(Parts) if field.name != "q"}, q=parts[0].q)
+    return Parts(**{field.name: rows(field.name) for field in fields(Parts) if field.name != "q"}, q=member_parts[0].q)

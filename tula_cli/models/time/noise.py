@@ -14,16 +14,16 @@ Z90 = 1.645
 """Standard deviations from the middle of a 90 % interval to its ends."""
 
 
-def centre(step_times: Sequence[float]) -> float:
+def trimmed_mean(step_times: Sequence[float]) -> float:
     """Return the mean step time without the fastest and the slowest tenth. Seconds.
 
     Training time is the sum of its steps, so the mean is wanted: a median would leave out a slow step that comes every
     few steps (a refilled loader queue). Among a few dozen steps a single stall would move a plain mean too far.
     """
-    return float(np.mean(_trimmed(step_times)))
+    return float(np.mean(_clip_outliers(step_times)))
 
 
-def drift(step_times: Sequence[float]) -> float | None:
+def block_deviation(step_times: Sequence[float]) -> float | None:
     """Return the standard deviation of the means of five successive blocks of steps; None below five steps. Seconds.
 
     Noise between single steps averages out over an epoch; what lasts for a block (a neighbour on the network, a clock
@@ -31,8 +31,8 @@ def drift(step_times: Sequence[float]) -> float | None:
     """
     if len(step_times) < BLOCKS:
         return None
-    kept = _trimmed(step_times)
-    blocks = np.array_split(np.clip(step_times, kept[0], kept[-1]), BLOCKS)
+    trimmed = _clip_outliers(step_times)
+    blocks = np.array_split(np.clip(step_times, trimmed[0], trimmed[-1]), BLOCKS)
     return float(np.std([block.mean() for block in blocks], ddof=1))
 
 
@@ -43,15 +43,15 @@ def standard_error(step_times: Sequence[float]) -> float:
     the variance where outliers are pulled in). The other is that of the means of five successive blocks (batch means),
     which also holds where neighbouring steps are alike; by itself it is too often small by chance.
     """
-    spread = drift(step_times)
+    spread = block_deviation(step_times)
     if spread is None:
         return math.inf
-    kept, count = _trimmed(step_times), len(step_times)
-    pulled_in = float(np.std(np.clip(step_times, kept[0], kept[-1]), ddof=1))
-    return max(pulled_in * math.sqrt(count) / len(kept), spread / math.sqrt(BLOCKS))
+    trimmed, count = _clip_outliers(step_times), len(step_times)
+    pulled_in = float(np.std(np.clip(step_times, trimmed[0], trimmed[-1]), ddof=1))
+    return max(pulled_in * math.sqrt(count) / len(trimmed), spread / math.sqrt(BLOCKS))
 
 
-def _trimmed(step_times: Sequence[float]) -> Floats:
+def _clip_outliers(step_times: Sequence[float]) -> Floats:
     ordered = np.sort(np.asarray(step_times, dtype=float))
     cut = max(1, len(ordered) // 10) if len(ordered) >= BLOCKS else 0
     return ordered[cut : len(ordered) - cut]

@@ -29,7 +29,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tula_cli.models.time.formulas import At, Frame, Parts, Points, Values, evaluate, parts
+from tula_cli.models.time.formulas import (
+    FeaturePoints,
+    ModelValues,
+    Parts,
+    Points,
+    ReferenceFrame,
+    evaluate,
+    step_parts_at,
+)
 from tula_cli.models.time.priors import LEVEL, PARAMETERS, PRIORS, SHAPES, Flags, Floats, Priors
 from tula_cli.models.time.residuals import Rows
 
@@ -72,32 +80,32 @@ class Overlap:
     """The fitted model."""
 
     noise: float  # its estimate, as a multiple of what other clusters show
-    _frame: Frame = field(repr=False)
+    _frame: ReferenceFrame = field(repr=False)
     _fitted: "_Fitted" = field(repr=False)
     _data: "_Data" = field(repr=False)
 
     def predict(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
         at = self._frame.at(points)
-        found, told = self._told(at)
-        by_z = self._left(found, told)
+        values, whitened = self._whitened_at(at)
+        by_z = self._remaining_derivatives(values, whitened)
         variance = np.einsum("ij,jk,ik->i", by_z, self._fitted.covariance, by_z)
-        variance += self._unseen(at, found) + self._noise(found)
-        variance += _rows(at, found).variance(self._frame.priors) - np.square(told).sum(axis=0)
-        return found.log_step + told.T @ self._fitted.residuals, np.sqrt(variance)
+        variance += self._unseen_variance(at, values) + self._noise_variance(values)
+        variance += _step_rows(at, values).variance(self._frame.priors) - np.square(whitened).sum(axis=0)
+        return values.log_step + whitened.T @ self._fitted.residuals, np.sqrt(variance)
 
     def joint(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         at = self._frame.at(points)
-        found, told = self._told(at)
-        by_z, rows = self._left(found, told), _rows(at, found)
+        values, whitened = self._whitened_at(at)
+        by_z, rows = self._remaining_derivatives(values, whitened), _step_rows(at, values)
         covariance = by_z @ self._fitted.covariance @ by_z.T
         u = self._frame.u.unseen_covariance(np.log(points.local_batch))
         v = self._frame.v.unseen_covariance(np.log(points.replicas))
-        covariance += u * np.outer(found.by_compute, found.by_compute)
-        covariance += v * np.outer(found.by_across, found.by_across)
-        covariance += rows.covariance(rows, self._frame.priors) - told.T @ told
-        return found.log_step + told.T @ self._fitted.residuals, covariance
+        covariance += u * np.outer(values.by_compute, values.by_compute)
+        covariance += v * np.outer(values.by_across, values.by_across)
+        covariance += rows.covariance(rows, self._frame.priors) - whitened.T @ whitened
+        return values.log_step + whitened.T @ self._fitted.residuals, covariance
 
     def draws(self, points: Points, *, count: int, measured: bool) -> Draws:
         """Return compute and synchronisation as they may be together; always the same.
@@ -114,30 +122,30 @@ class Overlap:
         z, residuals = self._fitted.draws(self._data, count, rng)
         # What is local to (batch, nodes): of ln t, ln c and ln m between nodes.
         of = 2 if at.frame.gpus is None else 3
-        places = (np.tile(value, of) for value in (points.local_batch, points.replicas, points.sizes))
-        rows = Rows(*places, *np.repeat(np.eye(3, of), n, axis=1))
-        told = self._fitted.spread.whitener @ self._fitted.spread.rows.covariance(rows, priors)
-        local = residuals @ told + _normal(rng, count, rows.covariance(rows, priors) - told.T @ told)
-        u = _normal(rng, count, self._frame.u.unseen_covariance(at.log_batch))
-        v = _normal(rng, count, self._frame.v.unseen_covariance(np.log(points.replicas)))
+        columns = (np.tile(value, of) for value in (points.local_batch, points.replicas, points.sizes))
+        rows = Rows(*columns, *np.repeat(np.eye(3, of), n, axis=1))
+        whitened = self._fitted.spread.whitener @ self._fitted.spread.rows.covariance(rows, priors)
+        local = residuals @ whitened + _draw_normal(rng, count, rows.covariance(rows, priors) - whitened.T @ whitened)
+        u = _draw_normal(rng, count, self._frame.u.unseen_covariance(at.log_batch))
+        v = _draw_normal(rng, count, self._frame.v.unseen_covariance(np.log(points.replicas)))
         noise = measured * self.noise * rng.standard_normal((2, count, n))
-        found = parts(z, at)
-        found = replace(
-            found,
-            log_compute=found.log_compute + u + local[:, n : 2 * n],
-            log_across=found.log_across + v + (local[:, 2 * n :] if of == 3 else 0.0) + priors.sync_noise * noise[0],
-            log_inside=found.log_inside + priors.sync_noise * noise[0],
+        sampled = step_parts_at(z, at)
+        sampled = replace(
+            sampled,
+            log_compute=sampled.log_compute + u + local[:, n : 2 * n],
+            log_across=sampled.log_across + v + (local[:, 2 * n :] if of == 3 else 0.0) + priors.sync_noise * noise[0],
+            log_inside=sampled.log_inside + priors.sync_noise * noise[0],
         )
-        return Draws(found, local[:, :n] + priors.step_noise * noise[1])
+        return Draws(sampled, local[:, :n] + priors.step_noise * noise[1])
 
-    def _told(self, at: At) -> tuple[Values, Floats]:
+    def _whitened_at(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
         """Return the model at points, and what the whitened probes tell of its local residuals there, shape (rows, n)."""
-        found, spread = evaluate(self._fitted.z, at), self._fitted.spread
-        return found, spread.whitener @ spread.rows.covariance(_rows(at, found), self._frame.priors)
+        values, spread = evaluate(self._fitted.z, at), self._fitted.spread
+        return values, spread.whitener @ spread.rows.covariance(_step_rows(at, values), self._frame.priors)
 
-    def _left(self, found: Values, told: Floats) -> Floats:
+    def _remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
         """Return derivatives of ln t by z beside those of the local residuals, which follow from what z leaves."""
-        return found.of_step - told.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
+        return values.of_step - whitened.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
 
     @property
     def whole_steps_alone(self) -> bool:
@@ -158,24 +166,24 @@ class Overlap:
         """Names of what is fitted: parameters, and residuals of compute and of synchronisation."""
         batches, replicas = (np.exp(process.places) for process in (self._frame.u, self._frame.v))
         return (
-            *(each.name for each in fields(Priors)[:PARAMETERS]),
+            *(parameter.name for parameter in fields(Priors)[:PARAMETERS]),
             *(f"compute at {batch:g}" for batch in batches),
             *(f"sync at {count:g}" for count in replicas),
         )
 
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
-        return np.sqrt(self._noise(evaluate(self._fitted.z, self._frame.at(points))))
+        return np.sqrt(self._noise_variance(evaluate(self._fitted.z, self._frame.at(points))))
 
     def posterior(self) -> "Posterior":
         """Return what the probes have made of the priors."""
-        own, priors = PARAMETERS, self._frame.priors
+        parameter_count, priors = PARAMETERS, self._frame.priors
         z, variances = self._fitted.z, np.diag(self._fitted.covariance)
         squares = z**2 + variances
-        compute, sync = np.split(squares[own:], [len(self._frame.u.places)])
+        compute, sync = np.split(squares[parameter_count:], [len(self._frame.u.places)])
         return Posterior(
-            means=priors.means + priors.sds * z[:own],
-            variances=priors.sds**2 * variances[:own],
+            means=priors.means + priors.sds * z[:parameter_count],
+            variances=priors.sds**2 * variances[:parameter_count],
             compute=compute,
             sync=sync,
             noise=self.noise,
@@ -183,21 +191,21 @@ class Overlap:
 
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
-        found = evaluate(self._fitted.z, self._frame.at(points))
-        return np.exp(found.log_step), np.exp(found.log_compute), found.sync
+        values = evaluate(self._fitted.z, self._frame.at(points))
+        return np.exp(values.log_step), np.exp(values.log_compute), values.sync
 
-    def _unseen(self, at: "At", found: "Values") -> Floats:
+    def _unseen_variance(self, at: "FeaturePoints", values: "ModelValues") -> Floats:
         """Return the variance of the smooth residuals beyond what the probes tell."""
         u = self._frame.u.unseen_variance(np.log(at.points.local_batch))
         v = self._frame.v.unseen_variance(np.log(at.points.replicas))
-        return found.by_compute**2 * u + found.by_across**2 * v
+        return values.by_compute**2 * u + values.by_across**2 * v
 
-    def _noise(self, found: "Values") -> Floats:
+    def _noise_variance(self, values: "ModelValues") -> Floats:
         priors = self._frame.priors
-        return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * found.by_sync) ** 2)
+        return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2)
 
 
-def fit(
+def fit_overlap(
     points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
 ) -> Overlap:
     """Fit the model to probes.
@@ -210,32 +218,32 @@ def fit(
         collective: a key of SHAPES.
         priors: what is believed before.
     """
-    frame = Frame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
+    frame = ReferenceFrame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
     data = _Data(frame.at(points), np.log(step), np.log(compute), np.nan_to_num(spread))
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_ROUNDS):
         spread_as = data.spread_as(evaluate(z, data.at), noise)
-        starts = _starts(z, data) if attempt == 0 else [z]
+        starts = _starting_points(z, data) if attempt == 0 else [z]
         fitted = min(
-            (_most_probable(start, data, spread_as) for start in starts), key=lambda found: found.improbability
+            (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda found: found.improbability
         )
         z = fitted.z
         if attempt < _ROUNDS - 1:
-            noise = _estimated_noise(noise, fitted)
+            noise = _estimate_noise(noise, fitted)
     return Overlap(noise, frame, fitted, data)
 
 
-def _normal(rng: np.random.Generator, count: int, covariance: Floats) -> Floats:
+def _draw_normal(rng: np.random.Generator, count: int, covariance: Floats) -> Floats:
     """Return draws of a normal distribution about 0, shape (count, n)."""
     values, vectors = np.linalg.eigh(covariance)
     drawn: Floats = rng.standard_normal((count, len(values))) @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
     return drawn
 
 
-def _rows(at: At, found: Values) -> Rows:
+def _step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
     """Return ln t at points."""
     points = at.points
-    by = np.ones(len(points)), found.by_compute, found.by_across * (at.frame.gpus is not None)
+    by = np.ones(len(points)), values.by_compute, values.by_across * (at.frame.gpus is not None)
     return Rows(points.local_batch, points.replicas, points.sizes, *by)
 
 
@@ -252,7 +260,7 @@ class _Spread:
 class _Data:
     """What was measured: ln of seconds, and the share by which each job's own steps spread."""
 
-    at: At
+    at: FeaturePoints
     log_step: Floats
     log_compute: Floats  # nan where not measured
     spread: Floats
@@ -266,32 +274,32 @@ class _Data:
         together = ~self.at.points.alone
         return bool(together.any()) and not bool(self.has_compute[together].any())
 
-    def spread_as(self, found: Values, level: float) -> _Spread:
+    def spread_as(self, values: ModelValues, level: float) -> _Spread:
         """Return how the rows spread where the noise is `level` times that of other clusters."""
-        has, points, own, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
-        step = level**2 * (priors.step_noise**2 + (priors.sync_noise * found.by_sync) ** 2) + own
-        compute = (level * priors.compute_noise) ** 2 + own
+        has, points, own_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
+        step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + own_variance
+        compute = (level * priors.compute_noise) ** 2 + own_variance
         rows = Rows(
             batch=np.concatenate([points.local_batch, points.local_batch[has]]),
             replicas=np.concatenate([points.replicas, points.replicas[has]]),
             gpus=np.concatenate([points.sizes, points.sizes[has]]),
             by_step=np.concatenate([np.ones(len(has)), np.zeros(has.sum())]),
-            by_compute=np.concatenate([found.by_compute, np.ones(has.sum())]),
-            by_across=np.concatenate([found.by_across * (self.at.frame.gpus is not None), np.zeros(has.sum())]),
+            by_compute=np.concatenate([values.by_compute, np.ones(has.sum())]),
+            by_across=np.concatenate([values.by_across * (self.at.frame.gpus is not None), np.zeros(has.sum())]),
         )
         covariance = rows.covariance(rows, priors) + np.diag(np.concatenate([step, compute[has]]))
         return _Spread(rows, covariance, np.linalg.inv(np.linalg.cholesky(covariance)))
 
-    def off(self, found: Values) -> tuple[Floats, Floats]:
+    def residuals_of(self, values: ModelValues) -> tuple[Floats, Floats]:
         """Return how far the rows are off the model, and the derivatives of what it says of them."""
         has = self.has_compute
-        off = np.concatenate([self.log_step - found.log_step, (self.log_compute - found.log_compute)[has]])
-        return off, np.vstack([found.of_step, found.of_compute[has]])
+        off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
+        return off, np.vstack([values.of_step, values.of_compute[has]])
 
-    def off_at(self, z: Floats) -> Floats:
+    def residuals_at(self, z: Floats) -> Floats:
         """Return how far the rows are off the model at many coordinates, shape (k, rows)."""
-        has, found = self.has_compute, parts(z, self.at)
-        return np.hstack([self.log_step - found.log_step(), (self.log_compute - found.log_compute)[:, has]])
+        has, step_parts = self.has_compute, step_parts_at(z, self.at)
+        return np.hstack([self.log_step - step_parts.log_step(), (self.log_compute - step_parts.log_compute)[:, has]])
 
 
 @dataclass(frozen=True)
@@ -305,7 +313,7 @@ class _Fitted:
 
     @classmethod
     def at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
-        return cls(z, *data.off(evaluate(z, data.at)), spread)
+        return cls(z, *data.residuals_of(evaluate(z, data.at)), spread)
 
     @cached_property
     def residuals(self) -> Floats:
@@ -361,22 +369,22 @@ class _Fitted:
         normal, wider = rng.standard_normal((many, size)), rng.chisquare(_TAILS, (many, 1)) / _TAILS
         off = normal / np.sqrt(wider)
         z = self.z + off @ root.T
-        residuals = data.off_at(z) @ self.spread.whitener.T
+        residuals = data.residuals_at(z) @ self.spread.whitener.T
         proposed = -(_TAILS + size) / 2 * np.log1p(np.square(off).sum(axis=1) / _TAILS)
         log_weight = -(np.square(residuals).sum(axis=1) + np.square(z).sum(axis=1)) / 2 - proposed
         weight = np.exp(log_weight - log_weight.max())
         ends = np.cumsum(weight) / weight.sum()
-        taken = np.searchsorted(ends, (np.arange(count) + rng.random()) / count)
-        return z[taken], residuals[taken]
+        drawn = np.searchsorted(ends, (np.arange(count) + rng.random()) / count)
+        return z[drawn], residuals[drawn]
 
-    def stepped(self, damping: float) -> Floats:
+    def gauss_newton_step(self, damping: float) -> Floats:
         """Return the coordinates of a Gauss-Newton step, damped by further rows (Marquardt 1963) that hold each where it is."""
         weight = damping * (1 + np.square(self.whitened).sum(axis=0))
         target = self.whitened.T @ (self.residuals + self.whitened @ self.z) + weight * self.z
         return np.linalg.solve(self.precision + np.diag(weight), target)
 
 
-def _starts(z: Floats, data: _Data) -> list[Floats]:
+def _starting_points(z: Floats, data: _Data) -> list[Floats]:
     """Return where to begin.
 
     Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb
@@ -387,23 +395,23 @@ def _starts(z: Floats, data: _Data) -> list[Floats]:
     return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
 
 
-def _most_probable(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
+def _maximize_posterior(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
     """Find the most probable coordinates by damped Gauss-Newton steps."""
-    found, damping = _Fitted.at(start, data, spread), 1e-2
+    fitted, damping = _Fitted.at(start, data, spread), 1e-2
     for _ in range(_ITERATIONS):
-        trial = _Fitted.at(found.stepped(damping), data, spread)
-        if trial.improbability < found.improbability:
-            gained, found = found.improbability - trial.improbability, trial
+        trial = _Fitted.at(fitted.gauss_newton_step(damping), data, spread)
+        if trial.improbability < fitted.improbability:
+            gained, fitted = fitted.improbability - trial.improbability, trial
             damping = max(damping / 5, 1e-9)
-            if gained < _TOLERANCE * max(1.0, found.improbability):
+            if gained < _TOLERANCE * max(1.0, fitted.improbability):
                 break
         elif (damping := damping * 6) > 1e8:
             break
-    return found
+    return fitted
 
 
-def _estimated_noise(noise: float, fitted: _Fitted) -> float:
+def _estimate_noise(noise: float, fitted: _Fitted) -> float:
     """Return the noise that the residuals show, as a multiple of that of other clusters, which count _NOISE_WEIGHT."""
     residuals = fitted.residuals
-    left = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.covariance)))
-    return math.sqrt((_NOISE_WEIGHT + residuals @ residuals * noise**2) / (_NOISE_WEIGHT + left))
+    degrees_of_freedom = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.covariance)))
+    return math.sqrt((_NOISE_WEIGHT + residuals @ residuals * noise**2) / (_NOISE_WEIGHT + degrees_of_freedom))

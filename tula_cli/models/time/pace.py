@@ -7,21 +7,21 @@ have changed alike in all others: nothing else is known of them, and that is sai
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import StepParts
 from tula_cli.words import place
 
-NOISE = 0.05
+MIN_CHANGE = 0.05
 """Share of a step below which a difference to the probes is no change."""
-WAITING = 0.1
+WAITING_SHARE = 0.1
 """Share of a step from which on waiting for data sets the pace."""
 
 Result = Measured | OutOfMemory | Failed
 
 
 @dataclass(frozen=True)
-class Pace:
+class TrainingPace:
     """What steps of a training take now."""
 
     nodes: int
@@ -32,11 +32,11 @@ class Pace:
 
     @property
     def step(self) -> float:
-        return centre(self.step_times)
+        return trimmed_mean(self.step_times)
 
 
 @dataclass(frozen=True)
-class Paced:
+class PacedResults:
     """The results as they would be now, and what that rests on."""
 
     results: tuple[Result, ...]
@@ -52,21 +52,21 @@ class _Change:
     added: float  # seconds of it, where the probes had next to none
     a_sample: float  # seconds that the loader of a GPU takes for one, where it sets the pace
 
-    def times(self, step: float, compute: float, *, local_batch: int, alone: bool) -> tuple[float, float]:
+    def scaled_times(self, step: float, compute: float, *, local_batch: int, alone: bool) -> tuple[float, float]:
         """Return what a step takes now, and what it computes. Seconds."""
-        least, own = self.a_sample * local_batch, self.compute * compute
+        least, compute_time = self.a_sample * local_batch, self.compute * compute
         exposed = 0.0 if alone else self.sync * max(0.0, step - compute) + self.added
-        whole = max(own + exposed, least)
-        return whole, min(whole, max(own, least))
+        step_time = max(compute_time + exposed, least)
+        return step_time, min(step_time, max(compute_time, least))
 
 
-def paced(
+def results_at_pace(
     results: Sequence[Result],
-    pace: Pace,
+    pace: TrainingPace,
     *,
     step_of: Callable[[int, int], float],
     compute_of: Callable[[int, int], float],
-) -> Paced:
+) -> PacedResults:
     """Return the results of the probes as they would be at the pace of a training.
 
     Args:
@@ -76,74 +76,76 @@ def paced(
         compute_of: the same without synchronisation.
     """
     at = pace.nodes, pace.local_batch
-    there = next((r for r in results if isinstance(r, Measured) and (r.nodes, r.local_batch) == at), None)
-    step = centre(there.step_times) if there else step_of(*at)
-    own = (there and there.compute_time) or compute_of(*at)
-    change = _change(pace, step, min(own, step))
-    scaled = (_scaled(r, change, compute_of, pace) if isinstance(r, Measured) else r for r in results)
-    return Paced(tuple(scaled), tuple(_told(pace, change, step)))
+    probe = next((r for r in results if isinstance(r, Measured) and (r.nodes, r.local_batch) == at), None)
+    step = trimmed_mean(probe.step_times) if probe else step_of(*at)
+    compute_time = (probe and probe.compute_time) or compute_of(*at)
+    change = _estimate_change(pace, step, min(compute_time, step))
+    scaled = (_scale_probe(r, change, compute_of, pace) if isinstance(r, Measured) else r for r in results)
+    return PacedResults(tuple(scaled), tuple(_describe_pace(pace, change, step)))
 
 
-def _change(pace: Pace, step: float, compute: float) -> _Change:
+def _estimate_change(pace: TrainingPace, step: float, compute: float) -> _Change:
     """Return what has changed since a step took so long, and computed for so long of it."""
-    seen, data = pace.parts, pace.parts.data or 0.0
-    waits = data >= WAITING * pace.step
+    observed, data = pace.parts, pace.parts.data or 0.0
+    waits = data >= WAITING_SHARE * pace.step
     a_sample = pace.step / pace.local_batch if waits else 0.0
-    if seen.compute is None or seen.sync is None:
+    if observed.compute is None or observed.sync is None:
         factor = (pace.step - waits * data) / step
-        factor = factor if abs(factor - 1) >= NOISE else 1.0
+        factor = factor if abs(factor - 1) >= MIN_CHANGE else 1.0
         return _Change(factor, factor, 0.0, a_sample)
-    factor = (seen.compute + (not waits) * data) / compute
-    exposed, more = step - compute, seen.sync - (step - compute)
-    alone = pace.nodes * pace.gpus_per_node == 1 or abs(more) < NOISE * step
-    known = exposed >= NOISE * step
+    factor = (observed.compute + (not waits) * data) / compute
+    exposed, added_sync = step - compute, observed.sync - (step - compute)
+    alone = pace.nodes * pace.gpus_per_node == 1 or abs(added_sync) < MIN_CHANGE * step
+    has_synchronisation = exposed >= MIN_CHANGE * step
     return _Change(
-        compute=factor if abs(factor - 1) >= NOISE else 1.0,
-        sync=1.0 if alone or not known else seen.sync / exposed,
-        added=0.0 if alone or known else more,
+        compute=factor if abs(factor - 1) >= MIN_CHANGE else 1.0,
+        sync=1.0 if alone or not has_synchronisation else observed.sync / exposed,
+        added=0.0 if alone or has_synchronisation else added_sync,
         a_sample=a_sample,
     )
 
 
-def _scaled(probe: Measured, change: _Change, compute_of: Callable[[int, int], float], pace: Pace) -> Measured:
+def _scale_probe(
+    probe: Measured, change: _Change, compute_of: Callable[[int, int], float], pace: TrainingPace
+) -> Measured:
     if (probe.nodes, probe.local_batch) == (pace.nodes, pace.local_batch):
-        seen = pace.parts
-        compute = None if seen.compute is None else seen.compute + (seen.data or 0.0)
+        observed = pace.parts
+        compute = None if observed.compute is None else observed.compute + (observed.data or 0.0)
         update = {
             "step_times": pace.step_times,
             "compute_time": compute,
-            "sync_time": seen.sync,
-            "data_wait": seen.data,
+            "sync_time": observed.sync,
+            "data_wait": observed.data,
         }
         return probe.model_copy(update=update)
-    whole = centre(probe.step_times)
-    own = min(whole, probe.compute_time or compute_of(probe.nodes, probe.local_batch))
+    mean_step = trimmed_mean(probe.step_times)
+    compute_time = min(mean_step, probe.compute_time or compute_of(probe.nodes, probe.local_batch))
     alone = probe.nodes * probe.gpus_per_node == 1
-    step, compute = change.times(whole, own, local_batch=probe.local_batch, alone=alone)
-    factor = step / whole
+    step, compute = change.scaled_times(mean_step, compute_time, local_batch=probe.local_batch, alone=alone)
+    factor = step / mean_step
     return probe.model_copy(
         update={"step_times": tuple(factor * time for time in probe.step_times), "compute_time": compute}
     )
 
 
-def _told(pace: Pace, change: _Change, step: float) -> list[str]:
+def _describe_pace(pace: TrainingPace, change: _Change, step: float) -> list[str]:
     """Say what was seen, and what is assumed of all other configurations."""
-    seen, where = pace.parts, place(pace.nodes, pace.local_batch)
-    found = [f"a step takes {pace.step / step:.2f} times what the probes tell"]
-    if seen.compute is None:
-        found.append("computing and synchronisation, which are not told apart, are taken to have changed alike")
+    observed, where = pace.parts, place(pace.nodes, pace.local_batch)
+    sentences = [f"a step takes {pace.step / step:.2f} times what the probes tell"]
+    if observed.compute is None:
+        sentences.append("computing and synchronisation, which are not told apart, are taken to have changed alike")
     else:
-        found.append(f"computing {change.compute:.2f} times")
+        sentences.append(f"computing {change.compute:.2f} times")
         if pace.nodes * pace.gpus_per_node == 1:
-            found.append("the network was not seen")
+            sentences.append("the network was not seen")
         elif change.added:
-            found.append(f"{1000 * change.added:.3g} ms of synchronisation where there was next to none")
+            sentences.append(f"{1000 * change.added:.3g} ms of synchronisation where there was next to none")
         else:
-            found.append(f"synchronisation {change.sync:.2f} times")
+            sentences.append(f"synchronisation {change.sync:.2f} times")
     if change.a_sample:
-        found.append(f"the data set the pace, {1000 * change.a_sample:.3g} ms a sample and GPU")
+        sentences.append(f"the data set the pace, {1000 * change.a_sample:.3g} ms a sample and GPU")
     return [
-        f"seen in the training on {where}: {', '.join(found)}",
+        f"seen in the training on {where}: {', '.join(sentences)}",
         f"what other configurations take now was not seen: each is taken to have changed as {where} has; what slows one of"
         " its nodes alone, or one link, would not be there on others",
     ]

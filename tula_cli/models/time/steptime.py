@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.time import mixture
-from tula_cli.models.time.formulas import Points, additive, additive_rows
+from tula_cli.models.time.formulas import Points, additive_design, fit_additive
 from tula_cli.models.time.mixture import Mixture, StepModel
-from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift
+from tula_cli.models.time.noise import BLOCKS, Z90, block_deviation, trimmed_mean
 from tula_cli.models.time.priors import PRIORS, Priors
 from tula_cli.words import place, plural
 
@@ -23,13 +23,13 @@ Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Floats | Ints
 
 T_BLOCKS = 2.132  # Student's t, 95 %, for the blocks of `drift` (4 degrees of freedom)
-REPEATS = 0.015
+DEFAULT_REPEAT_SD = 0.015
 """Standard deviation of the mean step of one job from that of the next, as a share, on the steadiest clusters: the least there is.
-What it is on the cluster at hand the fit learns (`StepTimeFit.repeats`)."""
-_UNSTEADY = 0.1  # a probe whose noise is above this share of its step time is pointed out
-FURTHEST = 8
+What it is on the cluster at hand the fit learns (`StepTimeFit.repeat_deviation`)."""
+_MAX_STEADY_NOISE = 0.1  # a probe whose noise is above this share of its step time is pointed out
+MAX_EXTRAPOLATION = 8
 """The most times as many nodes as any probe had that a step time is predicted for."""
-_OFF = 0.25  # so is one that the fit misses by more than this share
+_MAX_RELATIVE_MISS = 0.25  # so is one that the fit misses by more than this share
 _BLOCK = 512
 """Configurations whose step times are predicted together: with more of them BLAS keeps all cores busy, mostly waiting."""
 
@@ -47,14 +47,14 @@ class Observation:
 
     @property
     def seconds(self) -> float:
-        return centre(self.step_times)
+        return trimmed_mean(self.step_times)
 
     @property
     def noise(self) -> float | None:
         """How much the step time drifts within the probe, as a share of it; None where there are too few steps."""
         if self.doubt is not None:
             return self.doubt
-        spread = drift(self.step_times)
+        spread = block_deviation(self.step_times)
         return None if spread is None else spread / self.seconds
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Estimate:
     fitted: float | None = None  # what the model says where seconds are measured ones
 
 
-def observed(step_times: Sequence[float], repeats: float) -> Estimate:
+def estimate_measured(step_times: Sequence[float], repeats: float) -> Estimate:
     """Return the step time of a configuration that was measured.
 
     The interval is that of one more block of steps, in another job on the same cluster.
@@ -80,7 +80,7 @@ def observed(step_times: Sequence[float], repeats: float) -> Estimate:
         step_times: of one job.
         repeats: standard deviation of one job from what all take on average, as a share; two differ by that of both.
     """
-    seconds, spread = centre(step_times), drift(step_times)
+    seconds, spread = trimmed_mean(step_times), block_deviation(step_times)
     if spread is None:
         return Estimate(seconds)
     half = math.hypot(T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * math.sqrt(2) * repeats * seconds)
@@ -95,9 +95,9 @@ class _Scope:
     across: bool
 
     @classmethod
-    def of(cls, observations: Iterable[Observation]) -> "_Scope":
-        seen = list(observations)
-        return cls(frozenset(o.gpus_per_node for o in seen), across=any(o.nodes > 1 for o in seen))
+    def from_observations(cls, observations: Iterable[Observation]) -> "_Scope":
+        observations_ = list(observations)
+        return cls(frozenset(o.gpus_per_node for o in observations_), across=any(o.nodes > 1 for o in observations_))
 
     @property
     def levels(self) -> bool:
@@ -122,7 +122,7 @@ class _Scope:
         if not self.across and nodes > 1:
             return "only one node was measured: nothing tells what more of them cost in synchronisation"
         if self.across and not min(self.gpus_per_node) <= gpus_per_node <= max(self.gpus_per_node):
-            return f"only {_listed(self.gpus_per_node)} GPUs a node were measured, not {gpus_per_node}"
+            return f"only {_list_numbers(self.gpus_per_node)} GPUs a node were measured, not {gpus_per_node}"
         return ""
 
 
@@ -162,19 +162,21 @@ class StepTimeFit:
 
     def refused(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
         """Return which of many configurations have a refusal, shape (n,)."""
-        there = [count for count in np.unique(nodes).tolist() if self._refusal_on(count, gpus_per_node)]
-        found = np.isin(nodes, there)
-        return found | ~np.isin(local_batch, list(self._batches)) if len(self._batches) == 1 else found
+        refused_nodes = [count for count in np.unique(nodes).tolist() if self._refusal_on(count, gpus_per_node)]
+        is_refused = np.isin(nodes, refused_nodes)
+        return is_refused | ~np.isin(local_batch, list(self._batches)) if len(self._batches) == 1 else is_refused
 
     def _refusal_on(self, nodes: int, gpus_per_node: int) -> str:
         """Return the refusal that no local batch changes."""
         if why := self._scope.refusal(nodes, gpus_per_node):
             return why
-        replicas, asked = self._replicas, nodes if self._scope.across else gpus_per_node
-        if len(replicas) == 1 and asked not in replicas:
+        replicas, requested = self._replicas, nodes if self._scope.across else gpus_per_node
+        if len(replicas) == 1 and requested not in replicas:
             return f"one number of {self._scope.noun}s was measured: nothing tells how the step time changes with it"
-        if asked > FURTHEST * (most := max(replicas)):
-            return f"{asked} {self._scope.noun}s are more than {FURTHEST} times the {most} that were measured"
+        if requested > MAX_EXTRAPOLATION * (most := max(replicas)):
+            return (
+                f"{requested} {self._scope.noun}s are more than {MAX_EXTRAPOLATION} times the {most} that were measured"
+            )
         return ""
 
     @cached_property
@@ -192,7 +194,7 @@ class StepTimeFit:
             BadMeasurements: the probes do not determine it.
         """
         if why := self.refusal(nodes, gpus_per_node, local_batch):
-            raise cannot_predict(place(nodes, local_batch), why)
+            raise prediction_error(place(nodes, local_batch), why)
         seconds, low, high = self.predict_all([nodes], [gpus_per_node], [local_batch])
         return Estimate(float(seconds[0]), float(low[0]), float(high[0]))
 
@@ -202,11 +204,13 @@ class StepTimeFit:
         """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not asked."""
         columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
         blocks = range(0, max(1, len(columns[0])), _BLOCK)
-        told = [self.model.predict(self.points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks]
-        log_seconds, sd = (np.concatenate(parts) for parts in zip(*told, strict=True))
+        blocks_predicted = [
+            self.model.predict(self.points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks
+        ]
+        log_seconds, sd = (np.concatenate(columns_) for columns_ in zip(*blocks_predicted, strict=True))
         return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
 
-    def repeats(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
+    def repeat_deviation(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Floats:
         """Return by how much one job differs from what all take on average at a configuration, as a share, shape (n,).
 
         A standard deviation: 3 % of steps without synchronisation by the prior, and as much more or less as probes and trainings
@@ -224,18 +228,18 @@ class StepTimeFit:
             np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
         )
 
-    def probed(self) -> tuple[Points, Floats]:
+    def measured_points(self) -> tuple[Points, Floats]:
         """Return where steps were measured, and the seconds that they took."""
-        places = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
-        return self.points(*places), np.array([o.seconds for o in self._seen])
+        columns = ([getattr(o, name) for o in self._seen] for name in ("nodes", "gpus_per_node", "local_batch"))
+        return self.points(*columns), np.array([o.seconds for o in self._seen])
 
     def draws(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
         """Return ln step times as they may be together, shape (count, n), without the noise of a single job; always the same."""
         mean, covariance = self.model.joint(self.points(nodes, gpus_per_node, local_batch))
         values, vectors = np.linalg.eigh(covariance)
         drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
-        found: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
-        return found
+        samples: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+        return samples
 
     def second_opinion(self, nodes: int, gpus_per_node: int, local_batch: int) -> float | None:
         """Return what a plain additive model predicts: non-negative terms of b, 1 - 1/R, R and log2 R. Seconds.
@@ -245,18 +249,18 @@ class StepTimeFit:
         """
         if self._scope.levels:
             return None
-        seen, seconds = self.probed()
-        coefficients = additive(seen.replicas, seen.local_batch, seconds)
+        measured, seconds = self.measured_points()
+        coefficients = fit_additive(measured.replicas, measured.local_batch, seconds)
         replicas = nodes if self._scope.across else gpus_per_node
-        return None if coefficients is None else float((additive_rows([replicas], [local_batch]) @ coefficients)[0])
+        return None if coefficients is None else float((additive_design([replicas], [local_batch]) @ coefficients)[0])
 
 
-def cannot_predict(what: str, why: str) -> BadMeasurements:
+def prediction_error(configuration: str, why: str) -> BadMeasurements:
     """Return the error that says why the probes do not tell a step time."""
-    return BadMeasurements(f"cannot predict {what}: {why}", "measure more configurations with tula profile")
+    return BadMeasurements(f"cannot predict {configuration}: {why}", "measure more configurations with tula profile")
 
 
-def fit(observations: Iterable[Observation], *, collective: str, priors: Priors = PRIORS) -> StepTimeFit:
+def fit_step_time(observations: Iterable[Observation], *, collective: str, priors: Priors = PRIORS) -> StepTimeFit:
     """Fit the step-time model to probes.
 
     Args:
@@ -267,34 +271,36 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
     Raises:
         BadMeasurements: there is no observation, or a step time is not positive.
     """
-    seen = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
-    seconds = _checked_seconds(seen)
-    scope = _Scope.of(seen)
+    sorted_observations = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
+    seconds = _checked_seconds(sorted_observations)
+    scope = _Scope.from_observations(sorted_observations)
     points = scope.points(
-        np.array([o.nodes for o in seen], dtype=float),
-        np.array([o.gpus_per_node for o in seen], dtype=float),
-        np.array([o.local_batch for o in seen], dtype=float),
+        np.array([o.nodes for o in sorted_observations], dtype=float),
+        np.array([o.gpus_per_node for o in sorted_observations], dtype=float),
+        np.array([o.local_batch for o in sorted_observations], dtype=float),
     )
-    model = mixture.fit(
+    model = mixture.fit_step_model(
         points,
         step=seconds,
-        compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in seen]),
-        spread=np.array([math.nan if o.noise is None else o.noise for o in seen]),
+        compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in sorted_observations]),
+        spread=np.array([math.nan if o.noise is None else o.noise for o in sorted_observations]),
         collective=collective,
         priors=priors,
     )
     fitted = np.exp(model.predict(points)[0])
     residuals = fitted / seconds - 1
     # With no more measurements than parameters the priors may still keep the fit from a probe: then there is a residual.
-    more = _measurements(seen) > _parameters(seen, scope) or bool((np.abs(residuals) > _OFF).any())
-    error = float(np.median(np.abs(residuals))) if more else None
+    has_residuals = _count_measurements(sorted_observations) > _count_parameters(sorted_observations, scope) or bool(
+        (np.abs(residuals) > _MAX_RELATIVE_MISS).any()
+    )
+    error = float(np.median(np.abs(residuals))) if has_residuals else None
     return StepTimeFit(
-        words=_words(model, points, scope, error, seen),
-        warnings=tuple(_suspicions(seen, seconds, residuals)),
+        words=_describe_fit(model, points, scope, error, sorted_observations),
+        warnings=tuple(_fit_warnings(sorted_observations, seconds, residuals)),
         error=error,
         model=model,
         _scope=scope,
-        _seen=tuple(seen),
+        _seen=tuple(sorted_observations),
     )
 
 
@@ -311,19 +317,19 @@ def _checked_seconds(observations: Sequence[Observation]) -> Floats:
     return np.array([observation.seconds for observation in observations])
 
 
-def _measurements(observations: Sequence[Observation]) -> int:
+def _count_measurements(observations: Sequence[Observation]) -> int:
     """Count what was measured: configurations, and the compute apart from synchronisation where there is any."""
     configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
-    return len(configurations) + len(_apart(observations))
+    return len(configurations) + len(_with_separate_compute(observations))
 
 
-def _apart(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
+def _with_separate_compute(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
     """Return the configurations whose compute was measured apart from their synchronisation."""
     together = (o for o in observations if o.nodes * o.gpus_per_node > 1)
     return {(o.nodes, o.gpus_per_node, o.local_batch) for o in together if o.compute_time > 0}
 
 
-def _parameters(observations: Sequence[Observation], scope: _Scope) -> int:
+def _count_parameters(observations: Sequence[Observation], scope: _Scope) -> int:
     """Count the parameters that these probes are to determine: floor and slope, level and growth of synchronisation."""
     batches = {o.local_batch for o in observations}
     synchronising = {
@@ -332,43 +338,45 @@ def _parameters(observations: Sequence[Observation], scope: _Scope) -> int:
     return min(len(batches), 2) + min(len(synchronising), 2)
 
 
-def _suspicions(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
+def _fit_warnings(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
     """Return what a reader should know before believing the fit."""
     return [
-        *_unsteady(observations),
-        *_falling(observations, seconds),
-        *_missed(observations, seconds, residuals),
+        *_warn_unsteady(observations),
+        *_warn_falling(observations, seconds),
+        *_warn_missed(observations, seconds, residuals),
     ]
 
 
-def _unsteady(observations: Sequence[Observation]) -> list[str]:
+def _warn_unsteady(observations: Sequence[Observation]) -> list[str]:
     probes = (o for o in observations if o.doubt is None)
-    found = [f"{o} by {o.noise:.0%}" for o in probes if o.noise is not None and o.noise > _UNSTEADY]
-    return [f"unsteady: the step time drifts within the probe at {'; '.join(found)}"] if found else []
+    probes_ = [f"{o} by {o.noise:.0%}" for o in probes if o.noise is not None and o.noise > _MAX_STEADY_NOISE]
+    return [f"unsteady: the step time drifts within the probe at {'; '.join(probes_)}"] if probes_ else []
 
 
-def _falling(observations: Sequence[Observation], seconds: Floats) -> list[str]:
+def _warn_falling(observations: Sequence[Observation], seconds: Floats) -> list[str]:
     """Point out a larger local batch with a clearly shorter step: another algorithm, a clock, a disturbed probe."""
-    found = [
+    pairs = [
         f"at {larger} than at local batch {smaller.local_batch}"
-        for (smaller, before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
+        for (smaller, time_before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
         if (smaller.nodes, smaller.gpus_per_node) == (larger.nodes, larger.gpus_per_node)
         and smaller.local_batch < larger.local_batch
-        and after < before * (1 - _UNSTEADY)
+        and after < time_before * (1 - _MAX_STEADY_NOISE)
     ]
-    return [f"not monotone: a step is shorter {'; '.join(found)}"] if found else []
+    return [f"not monotone: a step is shorter {'; '.join(pairs)}"] if pairs else []
 
 
-def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
-    found: dict[str, list[str]] = {}
+def _warn_missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
+    descriptions_by_kind: dict[str, list[str]] = {}
     for o, measured, off in zip(observations, seconds, residuals, strict=True):
-        if abs(off) > _OFF:
-            told = f"{o} ({_duration(measured)} measured, {_duration(measured * (1 + off))} fitted)"
-            found.setdefault("probe" if o.doubt is None else "training", []).append(told)
-    return [f"the fit misses the {kind} at {'; '.join(places)}" for kind, places in found.items()]
+        if abs(off) > _MAX_RELATIVE_MISS:
+            description = f"{o} ({_duration(measured)} measured, {_duration(measured * (1 + off))} fitted)"
+            descriptions_by_kind.setdefault("probe" if o.doubt is None else "training", []).append(description)
+    return [
+        f"the fit misses the {kind} at {'; '.join(descriptions)}" for kind, descriptions in descriptions_by_kind.items()
+    ]
 
 
-def _words(
+def _describe_fit(
     model: StepModel, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
 ) -> str:
     """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is.
@@ -381,32 +389,32 @@ def _words(
     )
     ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
     compute = model.parts(ends)[1]
-    parts = [_range(compute, [f"local batch {batch:g}" for batch in batches])]
+    ranges = [_describe_range(compute, [f"local batch {batch:g}" for batch in batches])]
     together = np.unique(points.replicas[~points.alone])
     if len(together):
         counts = together[[0, -1]]
         inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
         sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
         of = "" if most is None else f" of {round(most[0])} GPUs"
-        parts.append(_range(sync, [f"{plural(round(count), scope.noun)}{of}" for count in counts]))
+        ranges.append(_describe_range(sync, [f"{plural(round(count), scope.noun)}{of}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
-    said = ", overlapped with synchronisation ".join(parts)
+    parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
     if isinstance(model, Mixture):
         alone = f" by their whole steps alone, that compute hides synchronisation is {model.overlapped:.0%} likely"
     trained = sum(o.doubt is not None for o in observations)
-    told = plural(len(points) - trained, "probe") + f" and {plural(trained, 'training')}" * bool(trained)
-    return f"step = compute {said} ({told}{alone}, {quality})"
+    sources = plural(len(points) - trained, "probe") + f" and {plural(trained, 'training')}" * bool(trained)
+    return f"step = compute {parts_text} ({sources}{alone}, {quality})"
 
 
-def _range(seconds: Floats, places: Sequence[str]) -> str:
-    first, last = (f"{_duration(time)} at {where}" for time, where in zip(seconds, places, strict=True))
-    return first if places[0] == places[1] else f"{first} to {last}"
+def _describe_range(seconds: Floats, positions: Sequence[str]) -> str:
+    first_text, last_text = (f"{_duration(time)} at {where}" for time, where in zip(seconds, positions, strict=True))
+    return first_text if positions[0] == positions[1] else f"{first_text} to {last_text}"
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _list_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in sorted(numbers))

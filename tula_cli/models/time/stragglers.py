@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
-from tula_cli.models.observations import observation
+from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.mixture import StepModel
 from tula_cli.models.time.priors import PRIORS, SHARDED, Local, Priors
@@ -23,8 +23,8 @@ from tula_cli.words import plural
 
 SLOW = 1.2
 """A rank that takes so many times as long as the median one is slow: those of one cluster differ by a few per cent."""
-_MOST = 0.75  # of the probes that it took part in
-_LEAST = 2  # probes
+_MIN_SLOW_SHARE = 0.75  # of the probes that it took part in
+_MIN_PROBES = 2  # probes
 GROWTH = 0.5
 """Exposed synchronisation grows with the batch where it does by more than this share of the largest one's compute."""
 HELD_UP = Local(sd=0.5, batch=1.0, replicas=0.5)
@@ -44,18 +44,18 @@ class Straggler:
     waits: bool  # for its data; else it computes slowly
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         does = "gets its data" if self.waits else "computes"
-        look = "its data loader and its disk" if self.waits else "its clocks, and who else computes there"
+        advice = "its data loader and its disk" if self.waits else "its clocks, and who else computes there"
         node = self.name.startswith("rank ")
         leave = "" if node else f", or leave it out (cluster.slurm.exclude: {self.name})"
         return (
             f"straggler: {self.name} {does} {self.factor:.2g} times as slowly as the others (in {self.probes} of"
-            f" {plural(self.of, 'probe')}), and every step waits for it: look at {look}{leave}, and measure again"
+            f" {plural(self.of, 'probe')}), and every step waits for it: look at {advice}{leave}, and measure again"
         )
 
 
-def fitted(
+def fit_with_stragglers(
     spec: JobSpec, measured: Sequence[Measured], trained: Sequence[TrainedSteps] = ()
 ) -> tuple[StepTimeFit, list[str]]:
     """Fit the step-time model, and say what holds up ranks; where something does, hardly anything follows from elsewhere.
@@ -68,16 +68,16 @@ def fitted(
     Raises:
         BadMeasurements: as `steptime.fit`.
     """
-    probes = [observation(probe) for probe in measured]
-    seen = [*probes, *map(stretches.observation, trained)]
-    named = [one.words for one in stragglers(measured)]
+    probes = [as_observation(probe) for probe in measured]
+    observations = [*probes, *map(stretches.as_observation, trained)]
+    named = [straggler.description for straggler in find_stragglers(measured)]
     priors = SHARDED if spec.train.sharded else PRIORS
-    return fit_observed(probes, seen, collective=spec.cluster.collective, priors=priors, named=named)
+    return fit_observed(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
 
 
 def fit_observed(
     probes: Sequence[Observation],
-    seen: Sequence[Observation],
+    observations: Sequence[Observation],
     *,
     collective: str,
     priors: Priors = PRIORS,
@@ -95,44 +95,45 @@ def fit_observed(
     Raises:
         BadMeasurements: as `steptime.fit`.
     """
-    fit = steptime.fit(seen, collective=collective, priors=priors)
-    told = list(named) or [*filter(None, [held_up(probes, fit.model)])]
-    if told:
-        fit = steptime.fit(seen, collective=collective, priors=replace(priors, local_step=HELD_UP))
-    return fit, told
+    fit = steptime.fit_step_time(observations, collective=collective, priors=priors)
+    causes = list(named) or [*filter(None, [describe_unexplained_waits(probes, fit.model)])]
+    if causes:
+        fit = steptime.fit_step_time(observations, collective=collective, priors=replace(priors, local_step=HELD_UP))
+    return fit, causes
 
 
-def stragglers(measured: Iterable[Measured]) -> list[Straggler]:
+def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
     """Return who was slow in most of the probes that it took part in, the slowest first."""
-    seen: dict[str, list[tuple[float, bool]]] = {}
+    ratios_by_name: dict[str, list[tuple[float, bool]]] = {}
     for probe in measured:
-        for name, ratio in _against_the_others(probe.ranks).items():
-            seen.setdefault(name, []).append(ratio)
-    found: list[Straggler] = []
-    for name, ratios in seen.items():
+        for name, ratio in _relative_to_median(probe.ranks).items():
+            ratios_by_name.setdefault(name, []).append(ratio)
+    slow_ranks: list[Straggler] = []
+    for name, ratios in ratios_by_name.items():
         slow = [(ratio, waits) for ratio, waits in ratios if ratio >= SLOW]
-        if len(slow) >= max(_LEAST, math.ceil(_MOST * len(ratios))):
+        if len(slow) >= max(_MIN_PROBES, math.ceil(_MIN_SLOW_SHARE * len(ratios))):
             waits = sum(waits for _, waits in slow) > len(slow) / 2
-            found.append(Straggler(name, median(ratio for ratio, _ in slow), len(slow), len(ratios), waits))
-    return sorted(found, key=lambda one: -one.factor)
+            slow_ranks.append(Straggler(name, median(ratio for ratio, _ in slow), len(slow), len(ratios), waits))
+    return sorted(slow_ranks, key=lambda one: -one.factor)
 
 
-def _against_the_others(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:
+def _relative_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:
     """Return by node (by rank, where there is one node) its time over the median one's, and whether it is its data's."""
     if len(ranks) < 2:
         return {}
     by_name: dict[str, list[RankPace]] = {}
     for number, rank in enumerate(ranks):
         by_name.setdefault(rank.host if len({r.host for r in ranks}) > 1 else f"rank {number}", []).append(rank)
-    whole = {name: median(rank.compute for rank in own) for name, own in by_name.items()}
-    waits = {name: median(rank.wait for rank in own) for name, own in by_name.items()}
-    usual, usual_wait = median_low(whole.values()), median_low(waits.values())
+    compute_by_name = {name: median(rank.compute for rank in paces) for name, paces in by_name.items()}
+    waits = {name: median(rank.wait for rank in paces) for name, paces in by_name.items()}
+    usual, usual_wait = median_low(compute_by_name.values()), median_low(waits.values())
     return {
-        name: (seconds / usual, waits[name] - usual_wait > (seconds - usual) / 2) for name, seconds in whole.items()
+        name: (seconds / usual, waits[name] - usual_wait > (seconds - usual) / 2)
+        for name, seconds in compute_by_name.items()
     }
 
 
-def held_up(observations: Sequence[Observation], model: StepModel) -> str:
+def describe_unexplained_waits(observations: Sequence[Observation], model: StepModel) -> str:
     """Say where something holds up ranks that is neither their compute nor the gradients' synchronisation; empty where not.
 
     Args:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.time.changes.levels import SETTLING
-from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift, standard_error
-from tula_cli.models.time.steptime import REPEATS, T_BLOCKS, Estimate, Observation, observed
+from tula_cli.models.time.changes.levels import SETTLING_SAMPLES
+from tula_cli.models.time.noise import BLOCKS, Z90, block_deviation, standard_error, trimmed_mean
+from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, T_BLOCKS, Estimate, Observation, estimate_measured
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import TrainTask
 
-FEWEST = 10
+MIN_STEPS = 10
 """Rows of steps, of about a second each, from which on a training counts."""
 STRETCHES = 40
 """The most that its steps are divided into: means of fewer are noisy, of more the fit needs none."""
@@ -31,7 +31,7 @@ Refused = Callable[[TrainTask, Row | None], str]
 
 
 @dataclass(frozen=True)
-class Told:
+class TrainingObservations:
     """What a training tells, and why other steps of it do not count."""
 
     found: tuple[TrainedSteps, ...] = ()
@@ -58,7 +58,9 @@ class _Timed:
     seconds: float
 
 
-def told_by(tasks: Sequence[TrainTask], rows: Iterable[Row], refused: Refused) -> Told:
+def observations_from_training(
+    tasks: Sequence[TrainTask], rows: Iterable[Row], refused: Refused
+) -> TrainingObservations:
     """Return what a training took at each configuration that it ran at.
 
     Args:
@@ -66,22 +68,22 @@ def told_by(tasks: Sequence[TrainTask], rows: Iterable[Row], refused: Refused) -
         rows: of metrics.jsonl.
         refused: says of an attempt, and where it ran, why its steps do not count.
     """
-    known = {task.attempt: task for task in tasks}
+    task_by_attempt = {task.attempt: task for task in tasks}
     starts: dict[tuple[int, int], list[tuple[TrainTask, _Start]]] = {}
     left_out: list[str] = []
-    for start in _starts(rows):
-        task = known.get(start.attempt)
+    for start in _split_into_starts(rows):
+        task = task_by_attempt.get(start.attempt)
         if task is None or not start.steps:
             continue
-        if why := _unlike(task) or refused(task, start.environment):
+        if why := _why_unlike_probes(task) or refused(task, start.environment):
             left_out.append(why)
         else:
             starts.setdefault((task.nodes, task.batch), []).append((task, start))
-    joined = (_joined(own) for own in starts.values())
-    return Told(tuple(one for one in joined if one is not None), tuple(dict.fromkeys(left_out)))
+    joined = (_join_starts(starts_here) for starts_here in starts.values())
+    return TrainingObservations(tuple(steps for steps in joined if steps is not None), tuple(dict.fromkeys(left_out)))
 
 
-def observation(steps: TrainedSteps) -> Observation:
+def as_observation(steps: TrainedSteps) -> Observation:
     return Observation(
         nodes=steps.nodes,
         gpus_per_node=steps.gpus_per_node,
@@ -92,15 +94,17 @@ def observation(steps: TrainedSteps) -> Observation:
     )
 
 
-def by_place(trained: Iterable[TrainedSteps]) -> dict[tuple[int, int], list[TrainedSteps]]:
+def group_by_configuration(trained: Iterable[TrainedSteps]) -> dict[tuple[int, int], list[TrainedSteps]]:
     """Return trainings by nodes and local batch, oldest first."""
-    found: dict[tuple[int, int], list[TrainedSteps]] = {}
-    for one in sorted(trained, key=lambda one: one.until):
-        found.setdefault((one.nodes, one.local_batch), []).append(one)
-    return found
+    groups: dict[tuple[int, int], list[TrainedSteps]] = {}
+    for steps in sorted(trained, key=lambda steps: steps.until):
+        groups.setdefault((steps.nodes, steps.local_batch), []).append(steps)
+    return groups
 
 
-def measured(probe: Sequence[float] | None, trained: Sequence[TrainedSteps], repeats: float) -> Estimate | None:
+def estimate_from_measurements(
+    probe: Sequence[float] | None, trained: Sequence[TrainedSteps], repeats: float
+) -> Estimate | None:
     """Return the step time of a configuration that a probe, trainings or both have measured, with its 90 % interval.
 
     Each counts by its precision; where they differ by more than their noises explain, their mean is as much less certain
@@ -112,20 +116,23 @@ def measured(probe: Sequence[float] | None, trained: Sequence[TrainedSteps], rep
         repeats: standard deviation of one job from what all take on average, as a share.
     """
     if not trained:
-        return None if probe is None else observed(probe, repeats)
+        return None if probe is None else estimate_measured(probe, repeats)
     between = repeats**2
-    known = [(centre(one.step_times), max(0.0, one.noise**2 - REPEATS**2)) for one in trained]
-    if probe is not None and (spread := drift(probe)) is not None:
-        seconds = centre(probe)
-        known.append((seconds, (T_BLOCKS / Z90 * spread / seconds) ** 2 * (1 + 1 / BLOCKS)))
-    logs, weights = np.log([seconds for seconds, _ in known]), 1 / np.array([own + between for _, own in known])
+    estimates = [(trimmed_mean(steps.step_times), max(0.0, steps.noise**2 - DEFAULT_REPEAT_SD**2)) for steps in trained]
+    if probe is not None and (spread := block_deviation(probe)) is not None:
+        seconds = trimmed_mean(probe)
+        estimates.append((seconds, (T_BLOCKS / Z90 * spread / seconds) ** 2 * (1 + 1 / BLOCKS)))
+    logs, weights = (
+        np.log([seconds for seconds, _ in estimates]),
+        1 / np.array([variance + between for _, variance in estimates]),
+    )
     mean = float(np.average(logs, weights=weights))
-    birge = float(weights @ np.square(logs - mean)) / max(1, len(known) - 1)
+    birge = float(weights @ np.square(logs - mean)) / max(1, len(estimates) - 1)
     half = Z90 * math.sqrt(max(1.0, birge) / float(weights.sum()) + between)
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def _starts(rows: Iterable[Row]) -> Iterator[_Start]:
+def _split_into_starts(rows: Iterable[Row]) -> Iterator[_Start]:
     start: _Start | None = None
     for row in rows:
         if row["kind"] == "start":
@@ -139,13 +146,13 @@ def _starts(rows: Iterable[Row]) -> Iterator[_Start]:
         elif row["kind"] == "step":
             start.steps.append(row)
         elif row["kind"] == "change":
-            before, after = row["change"]["before"]["step"], row["change"]["after"]["step"]
-            start.since, start.changed = row["change"]["began_at"], abs(math.log(after / before))
+            step_before, after = row["change"]["before"]["step"], row["change"]["after"]["step"]
+            start.since, start.changed = row["change"]["began_at"], abs(math.log(after / step_before))
     if start is not None:
         yield start
 
 
-def _unlike(task: TrainTask) -> str:
+def _why_unlike_probes(task: TrainTask) -> str:
     """Say why the steps of an attempt are not such as a probe measures; empty where they are."""
     if task.splits > 1:
         return f"its micro-batches were cut into {task.splits}"
@@ -154,28 +161,28 @@ def _unlike(task: TrainTask) -> str:
     return ""
 
 
-def _joined(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | None:
+def _join_starts(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | None:
     """Return what the starts at one configuration tell together; None where that is too little."""
     task = starts[0][0]
-    timed = [one for own, start in starts for one in _timed(own, start)]
-    times = _stretches(timed)
-    if len(timed) < FEWEST or len(times) < BLOCKS:
+    timed = [timed_ for task_, start in starts for timed_ in _timed_steps(task_, start)]
+    times = _stretch_means(timed)
+    if len(timed) < MIN_STEPS or len(times) < BLOCKS:
         return None
     changed = max(start.changed for _, start in starts)
     # Whether the next training meets the pace before a change or the one after it nobody knows: 90 % reach back to it.
-    noise = math.hypot(standard_error(times) / centre(times), REPEATS, changed / Z90)
-    told = {name: _middle(timed, name) for name in ("compute", "sync", "data_wait")}
-    if told["compute"] is not None:  # that of a probe holds its wait; the longest of either may be of two ranks
-        told["compute"] = min(centre(times), told["compute"] + (told["data_wait"] or 0.0))
+    noise = math.hypot(standard_error(times) / trimmed_mean(times), DEFAULT_REPEAT_SD, changed / Z90)
+    medians = {name: _median_of(timed, name) for name in ("compute", "sync", "data_wait")}
+    if medians["compute"] is not None:  # that of a probe holds its wait; the longest of either may be of two ranks
+        medians["compute"] = min(trimmed_mean(times), medians["compute"] + (medians["data_wait"] or 0.0))
     return TrainedSteps(
         signature=task.signature,
         nodes=task.nodes,
         gpus_per_node=task.spec.cluster.gpus_per_node,
         batch=task.batch,
-        step_time=centre(times),
+        step_time=trimmed_mean(times),
         step_times=times,
-        **told,
-        steps=sum(one.count for one in timed),
+        **medians,
+        steps=sum(timed_.count for timed_ in timed),
         changed=changed,
         noise=noise,
         since=timed[0].row["time"],
@@ -183,36 +190,38 @@ def _joined(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | None:
     )
 
 
-def _timed(task: TrainTask, start: _Start) -> Iterator[_Timed]:
+def _timed_steps(task: TrainTask, start: _Start) -> Iterator[_Timed]:
     """Yield the steps of a start since its pace changed, without its first ones, in which caches fill and loaders start.
 
     Of an older log, which does not tell refreshes from other steps, those of a method that refreshes now and then do not
     count.
     """
-    apart, before = refresh.apart(task.spec, task.batch), 0
-    own = [row for row in start.steps if row.get("batch", task.batch) == task.batch]  # not those of a stage before
-    for number, row in enumerate(own):
-        count, before = row.get("count") or max(1, row["step"] - before), row["step"]
-        if number < SETTLING or row["time"] < start.since:
+    has_refreshes, previous_step = refresh.has_separate_refreshes(task.spec, task.batch), 0
+    rows_of_batch = [
+        row for row in start.steps if row.get("batch", task.batch) == task.batch
+    ]  # not those of a stage before
+    for number, row in enumerate(rows_of_batch):
+        count, previous_step = row.get("count") or max(1, row["step"] - previous_step), row["step"]
+        if number < SETTLING_SAMPLES or row["time"] < start.since:
             continue
         if "plain_time" in row:
             if row["plain_time"] is not None:
                 yield _Timed(row, count - row["refreshed"], row["plain_time"])
-        elif not apart:
+        elif not has_refreshes:
             yield _Timed(row, count, row["step_time"])
 
 
-def _stretches(timed: Sequence[_Timed]) -> tuple[float, ...]:
+def _stretch_means(timed: Sequence[_Timed]) -> tuple[float, ...]:
     """Return the mean step time of successive stretches of about as many steps. Seconds."""
     if not timed:
         return ()
-    counts = np.array([one.count for one in timed], dtype=float)
-    place = np.minimum(STRETCHES - 1, (np.cumsum(counts) - counts) * STRETCHES // counts.sum()).astype(int)
-    took = np.bincount(place, weights=counts * [one.seconds for one in timed])
-    steps = np.bincount(place, weights=counts)
+    counts = np.array([timed_.count for timed_ in timed], dtype=float)
+    stretch = np.minimum(STRETCHES - 1, (np.cumsum(counts) - counts) * STRETCHES // counts.sum()).astype(int)
+    took = np.bincount(stretch, weights=counts * [timed_.seconds for timed_ in timed])
+    steps = np.bincount(stretch, weights=counts)
     return tuple(float(seconds) for seconds in took[steps > 0] / steps[steps > 0])
 
 
-def _middle(timed: Iterable[_Timed], name: str) -> float | None:
-    known = [value for one in timed if (value := one.row.get(name)) is not None]
-    return statistics.median(known) if known else None
+def _median_of(timed: Iterable[_Timed], name: str) -> float | None:
+    values = [value for timed_ in timed if (value := timed_.row.get(name)) is not None]
+    return statistics.median(values) if values else None

@@ -85,13 +85,13 @@ class Factors(ABC):
     @property
     def mean(self) -> Tensor | float | None:
         """The mean of the factors, one an element or one a tensor; None where there are none. It waits for nothing."""
-        found = self.values
-        total = sum(factor.numel() for factor in found)
-        if not found:
+        values = self.values
+        total = sum(factor.numel() for factor in values)
+        if not values:
             return None
-        if total == len(found):
-            return torch.stack([factor.reshape(()) for factor in found]).mean()
-        return torch.stack([f.mean(dtype=torch.float32) * (f.numel() / total) for f in found]).sum()
+        if total == len(values):
+            return torch.stack([factor.reshape(()) for factor in values]).mean()
+        return torch.stack([f.mean(dtype=torch.float32) * (f.numel() / total) for f in values]).sum()
 
     # ---- the refresh
 

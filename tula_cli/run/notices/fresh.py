@@ -14,9 +14,9 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from tula_cli.run.files import names
+from tula_cli.run.files import list_names
 
-LAG = 60.0
+MAX_ATTRIBUTE_LAG = 60.0
 """Seconds after which a file that another machine has written shows up at the latest."""
 _HERE = -100  # AT_FDCWD
 _ASK = 0x2000  # AT_STATX_FORCE_SYNC
@@ -30,10 +30,10 @@ def identity(path: Path) -> tuple[int, int] | None:
     """Return inode and time of the last change (ns) of a file or folder, by one call; None where there is none to see."""
     call = _statx()
     if call is not None:
-        found = ctypes.create_string_buffer(_SIZE)
-        if call(_HERE, os.fsencode(path), _ASK, _BASIC, found) == 0:
-            (inode,) = struct.unpack_from("Q", found, _INODE)
-            seconds, nanoseconds = struct.unpack_from("qI", found, _MODIFIED)
+        buffer = ctypes.create_string_buffer(_SIZE)
+        if call(_HERE, os.fsencode(path), _ASK, _BASIC, buffer) == 0:
+            (inode,) = struct.unpack_from("Q", buffer, _INODE)
+            seconds, nanoseconds = struct.unpack_from("qI", buffer, _MODIFIED)
             return inode, seconds * 10**9 + nanoseconds
         if ctypes.get_errno() not in _REFUSED:
             return None
@@ -44,7 +44,7 @@ def identity(path: Path) -> tuple[int, int] | None:
     return plain.st_ino, plain.st_mtime_ns
 
 
-def is_there(path: Path) -> bool:
+def is_listed(path: Path) -> bool:
     """Return whether a folder, which need not be there itself, holds a name.
 
     The name itself is not asked for: that it is missing would be kept, and hide it for a while once it is there.
@@ -53,19 +53,19 @@ def is_there(path: Path) -> bool:
         TulaError: the folder cannot be read, or its file system does not answer.
     """
     identity(path.parent)
-    return path.name in names(path.parent)
+    return path.name in list_names(path.parent)
 
 
-def appears(path: Path, *, within: float = LAG) -> bool:
+def wait_until_listed(path: Path, *, within: float = MAX_ATTRIBUTE_LAG) -> bool:
     """Wait until a folder holds a name, which another machine has written already; False where it does not show up in time.
 
     Args:
         path: of the file or folder.
         within: seconds.
     """
-    until = time.monotonic() + within
-    while not is_there(path):
-        if time.monotonic() >= until:
+    deadline = time.monotonic() + within
+    while not is_listed(path):
+        if time.monotonic() >= deadline:
             return False
         time.sleep(min(0.5, within))
     return True
@@ -75,7 +75,7 @@ def appears(path: Path, *, within: float = LAG) -> bool:
 def _statx() -> Callable[..., int] | None:
     """Return the C library's call; None where it has none (before glibc 2.28, and elsewhere than on Linux)."""
     try:
-        found: Callable[..., int] = ctypes.CDLL(None, use_errno=True).statx
+        function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).statx
     except (AttributeError, OSError):
         return None
-    return found
+    return function

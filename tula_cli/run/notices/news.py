@@ -15,7 +15,7 @@ _NAME = "news"
 _FOLDERS = ("orders", "handover", "failures")
 
 
-def tell(run: Path) -> None:
+def touch_news(run: Path) -> None:
     """Say that something is new in a run directory, once it can be read.
 
     It takes no space, and no error matters: supervisors look now and then without being told.
@@ -28,7 +28,7 @@ def tell(run: Path) -> None:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
-def write_and_tell(run: Path, name: str, record: "BaseModel") -> None:
+def write_with_news(run: Path, name: str, record: "BaseModel") -> None:
     """Replace one of a run's records, and say that it is new.
 
     Args:
@@ -40,15 +40,15 @@ def write_and_tell(run: Path, name: str, record: "BaseModel") -> None:
         TulaError: the disk is full or the folder cannot be written; the old record stands as it was.
     """
     write_record(run / name, record)
-    tell(run)
+    touch_news(run)
 
 
-def state(run: Path) -> tuple[int, int] | None:
+def news_state(run: Path) -> tuple[int, int] | None:
     """Return what changes when something is told (by one stat); None where there is nothing to see."""
     return identity(run / _NAME)
 
 
-def prepare(run: Path, *others: str) -> None:
+def prepare_folders(run: Path, *others: str) -> None:
     """Make what supervisors and ranks will look at: a file system that caches what is missing would hide it for a while.
 
     Args:
@@ -60,4 +60,4 @@ def prepare(run: Path, *others: str) -> None:
     """
     for name in (*_FOLDERS, *others):
         make_folder(run / name)
-    tell(run)
+    touch_news(run)

@@ -21,6 +21,6 @@ class MicroBatches(Record):
         int  # micro-batches that BatchNorm takes its statistics over: several of SyncBatchNorm; 0 without either
     )
 
-    def of(self, batch: int) -> Splits | None:
+    def splits_of_batch(self, batch: int) -> Splits | None:
         """Return those of a batch; None where it is not among them."""
-        return next((found for found in self.splits if found.batch == batch), None)
+        return next((splits for splits in self.splits if splits.batch == batch), None)

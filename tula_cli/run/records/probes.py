@@ -145,12 +145,12 @@ class Measured(Record):
     script: ScriptSeen | None = None  # None where tula's own loop was measured
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What the job's log says of it, a line."""
         step = sum(self.step_times) / len(self.step_times)
-        place = words.configuration(self.nodes, self.batch, self.local_batch)
+        configuration_text = words.configuration(self.nodes, self.batch, self.local_batch)
         pace = f"{words.number(1000 * step)} ms a step, {words.number(self.batch / step)} samples/s"
-        return words.stamped(f"measured {place}: {pace}, {words.amount(self.memory.peak)} a GPU")
+        return words.stamped(f"measured {configuration_text}: {pace}, {words.amount(self.memory.peak)} a GPU")
 
 
 class OutOfMemory(Record):

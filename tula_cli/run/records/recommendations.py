@@ -152,13 +152,13 @@ class Caveats:
                     self._fewest[key] = nodes, batch / step_time / nodes
 
     @classmethod
-    def among(cls, rows: Iterable[Prediction], choice: Prediction) -> "Caveats":
+    def among_rows(cls, rows: Iterable[Prediction], choice: Prediction) -> "Caveats":
         return cls(choice, ((row.type, row.nodes, row.batch, row.local_batch, row.step_time) for row in rows))
 
-    def of(self, row: Prediction) -> tuple[str, ...]:
+    def caveats_of(self, row: Prediction) -> tuple[str, ...]:
         """Return the caveats of a configuration, by the keys of `CAVEATS`."""
         names = ["wide_interval"] * is_too_wide(row.hours_low, row.hours_high)
-        if _place(row) != _place(self._choice):
+        if _configuration(row) != _configuration(self._choice):
             intervals = _intervals(row)
             names += [f"{name}_within_noise" for name in intervals if _overlap(intervals[name], self._intervals[name])]
         return (*names, *["efficiency_above_110"] * (self.efficiency(row) > HIGHEST_EFFICIENCY))
@@ -206,7 +206,7 @@ def _overlap(a: Interval, b: Interval) -> bool:
     return a[0] <= b[1] and b[0] <= a[1]
 
 
-def _place(row: Prediction) -> tuple[str, int, int, str]:
+def _configuration(row: Prediction) -> tuple[str, int, int, str]:
     return row.type, row.nodes, row.batch, row.market
 
 
@@ -234,7 +234,7 @@ class TrainedSteps(Record):
         return self.batch // (self.nodes * self.gpus_per_node)
 
 
-TOLD = 0.1
+MIN_SHARE_TOLD = 0.1
 """By how much intervals are wider or narrower before that is said."""
 
 
@@ -258,7 +258,7 @@ class Calibration(Record):
                 ("intervals of steps", self.step, self.trainings, self.inside),
                 ("intervals of whole times", self.hours, self.hours_trainings, self.hours_inside),
             )
-            if abs(factor - 1) > TOLD
+            if abs(factor - 1) > MIN_SHARE_TOLD
         ]
         if self.bias is not None:
             by = f"{abs(self.bias):.0%} {'longer' if self.bias > 0 else 'shorter'}"
@@ -404,16 +404,16 @@ class Recommendation(Record):
 
     def frame(self) -> "pd.DataFrame":
         """Return every feasible configuration, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
-        from tula_cli.run.frames import frame
+        from tula_cli.run.frames import make_frame
 
         columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts", "result_time")]
         caveats = self.caveats
-        return frame(
+        return make_frame(
             [
                 {
                     **{name: getattr(row, name) for name in columns},
                     "chosen": row == self.choice,
-                    "caveats": caveats.of(row),
+                    "caveats": caveats.caveats_of(row),
                 }
                 for row in self.rows
             ]
@@ -422,7 +422,7 @@ class Recommendation(Record):
     @property
     def caveats(self) -> Caveats:
         """The caveats of the rows."""
-        return Caveats.among(self.rows, self.choice)
+        return Caveats.among_rows(self.rows, self.choice)
 
     @property
     def criteria(self) -> str:

@@ -105,7 +105,7 @@ class Reached(Record):
     value: float | None  # None where no evaluation came to a finite one
 
     @classmethod
-    def of(cls, metric: str, value: float | None) -> "Reached | None":
+    def from_metric(cls, metric: str, value: float | None) -> "Reached | None":
         """Return it where train.best names a metric; without a value it names none."""
         return None if value is None else cls(metric=metric, value=value if math.isfinite(value) else None)
 
@@ -243,7 +243,7 @@ class Cell(Record):
         return 1.0 if self.short is None else self.short[0] / self.short[1]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         length = "" if self.short is None else f", {self.short[0]} of {self.short[1]} epochs"
         return f"{self.method}, batch {self.batch}, seed {self.seed}{length}"
 

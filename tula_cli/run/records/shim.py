@@ -187,10 +187,10 @@ class ScriptFailure(Record):
     failed_at: float
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The last line of the traceback; of what tula itself says, without its class."""
-        last = (self.text.strip().splitlines() or [self.error])[-1].strip()
-        return last.removeprefix(f"{self.error}: ") if self.where == "method" else last
+        last_line = (self.text.strip().splitlines() or [self.error])[-1].strip()
+        return last_line.removeprefix(f"{self.error}: ") if self.where == "method" else last_line
 
 
 class Heartbeat(Record):

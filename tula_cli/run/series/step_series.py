@@ -53,38 +53,38 @@ class StepRow(NamedTuple):
         factor: float | None = None,
     ) -> "StepRow":
         """Return the row of one step; a number that is not finite is none."""
-        size = rounded("norm", norm)
+        size = round_value("norm", norm)
         return cls(
             samples=samples,
             steps=1,
             batch=batch,
-            lr=rounded("lr", lr) or 0.0,
-            norm=_same(size),
-            delta=_same(rounded("delta", delta)),
+            lr=round_value("lr", lr) or 0.0,
+            norm=_constant_spread(size),
+            delta=_constant_spread(round_value("delta", delta)),
             scaled=None if scaled is None else float(scaled),
-            factor=rounded("factor", factor) if scaled else None,
+            factor=round_value("factor", factor) if scaled else None,
             last=size,
         )
 
-    def follows(self, before: "StepRow") -> bool:
+    def follows(self, previous: "StepRow") -> bool:
         """Return whether it is the neighbour of a row that is like it."""
-        return self.batch == before.batch and self.samples - self.steps * self.batch == before.samples
+        return self.batch == previous.batch and self.samples - self.steps * self.batch == previous.samples
 
-    def joined(self, later: "StepRow") -> "StepRow":
+    def join(self, later: "StepRow") -> "StepRow":
         """Return the row of its own steps and those of the one that follows it."""
-        mine, others = self.scaled or 0.0, later.scaled or 0.0
-        scaled = (self.steps * mine + later.steps * others) / (self.steps + later.steps)
-        known = self.scaled is not None or later.scaled is not None
-        weights = (self.steps * mine, later.steps * others)
+        own_scaled, other_scaled = self.scaled or 0.0, later.scaled or 0.0
+        scaled = (self.steps * own_scaled + later.steps * other_scaled) / (self.steps + later.steps)
+        has_scaled = self.scaled is not None or later.scaled is not None
+        weights = (self.steps * own_scaled, later.steps * other_scaled)
         return StepRow(
             samples=later.samples,
             steps=self.steps + later.steps,
             batch=later.batch,
             lr=later.lr,
-            norm=_over("norm", self.norm, later.norm, (self.steps, later.steps)),
-            delta=_over("delta", self.delta, later.delta, (self.steps, later.steps)),
-            scaled=rounded("scaled", scaled) if known else None,
-            factor=rounded("factor", _mean((self.factor, later.factor), weights)),
+            norm=_join_spreads("norm", self.norm, later.norm, (self.steps, later.steps)),
+            delta=_join_spreads("delta", self.delta, later.delta, (self.steps, later.steps)),
+            scaled=round_value("scaled", scaled) if has_scaled else None,
+            factor=round_value("factor", _weighted_mean((self.factor, later.factor), weights)),
             last=later.last,
         )
 
@@ -113,24 +113,26 @@ class StepSeries:
     factor: list[float | None] = field(default_factory=list)  # mean factor of those that were scaled
 
 
-def columns(rows: Iterable[StepRow]) -> StepSeries:
+def to_columns(rows: Iterable[StepRow]) -> StepSeries:
     """Return rows in columns."""
-    found = StepSeries()
+    series = StepSeries()
     for row in rows:
-        found.samples.append(row.samples)
-        found.steps.append(row.steps)
-        found.batch.append(row.batch)
-        found.lr.append(row.lr)
+        series.samples.append(row.samples)
+        series.steps.append(row.steps)
+        series.batch.append(row.batch)
+        series.lr.append(row.lr)
         for name in ("norm", "delta"):
             value: Spread | None = getattr(row, name)
-            for at, part in enumerate((name, f"{name}_low", f"{name}_high")):
-                getattr(found, part).append(None if value is None else value[at])
-        found.scaled.append(row.scaled)
-        found.factor.append(row.factor)
-    return found
+            for at, column in enumerate((name, f"{name}_low", f"{name}_high")):
+                getattr(series, column).append(None if value is None else value[at])
+        series.scaled.append(row.scaled)
+        series.factor.append(row.factor)
+    return series
 
 
-def thinned(rows: Sequence[StepRow], *, most: int, apart: Callable[[int, int], bool]) -> list[StepRow]:
+def join_neighbours(
+    rows: Sequence[StepRow], *, most: int, must_stay_apart: Callable[[int, int], bool]
+) -> list[StepRow]:
     """Return the rows with neighbours joined.
 
     Args:
@@ -138,64 +140,69 @@ def thinned(rows: Sequence[StepRow], *, most: int, apart: Callable[[int, int], b
         most: steps of a row.
         apart: whether two rows must stay apart, by the samples at their ends.
     """
-    found: list[StepRow] = []
+    joined_rows: list[StepRow] = []
     for row in rows:
-        before = found[-1] if found else None
-        fits = before is not None and row.follows(before) and before.steps + row.steps <= most
-        if before is not None and fits and not apart(before.samples, row.samples):
-            found[-1] = before.joined(row)
+        previous = joined_rows[-1] if joined_rows else None
+        fits = previous is not None and row.follows(previous) and previous.steps + row.steps <= most
+        if previous is not None and fits and not must_stay_apart(previous.samples, row.samples):
+            joined_rows[-1] = previous.join(row)
         else:
-            found.append(row)
-    return found
+            joined_rows.append(row)
+    return joined_rows
 
 
 # --- lines
 
 
-def written(rows: Iterable[StepRow]) -> str:
+def format_rows(rows: Iterable[StepRow]) -> str:
     """Return the rows as lines of steps.jsonl."""
-    return "".join(json.dumps(_line(part), separators=(",", ":")) + "\n" for part in _alike(rows))
+    return "".join(json.dumps(_line(group), separators=(",", ":")) + "\n" for group in _group_alike(rows))
 
 
-def read(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
+def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
     """Return the rows of lines of steps.jsonl; a line that is damaged is left out."""
     return [row for line in lines for row in _rows(line)]
 
 
-def _alike(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
-    number, before = 0, None
+def _group_alike(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
+    number, previous = 0, None
 
     def place(row: StepRow) -> int:
-        nonlocal number, before
-        if before is not None and not (row.follows(before) and row.steps == before.steps):
+        nonlocal number, previous
+        if previous is not None and not (row.follows(previous) and row.steps == previous.steps):
             number += 1
-        before = row
+        previous = row
         return number
 
-    for _, part in groupby(rows, place):
-        yield list(part)
+    for _, group in groupby(rows, place):
+        yield list(group)
 
 
 def _line(rows: Sequence[StepRow]) -> dict[str, Any]:
-    first = rows[0]
-    found: dict[str, Any] = {"samples": first.samples, "batch": first.batch, "steps": first.steps, "rows": len(rows)}
-    found["lr"] = _column([row.lr for row in rows])
+    first_row = rows[0]
+    line: dict[str, Any] = {
+        "samples": first_row.samples,
+        "batch": first_row.batch,
+        "steps": first_row.steps,
+        "rows": len(rows),
+    }
+    line["lr"] = _compact_column([row.lr for row in rows])
     for name in ("norm", "delta"):
         values: list[Spread | None] = [getattr(row, name) for row in rows]
-        for at, part in enumerate((name, f"{name}_low", f"{name}_high")[: 1 if first.steps == 1 else 3]):
-            found[part] = _column([None if value is None else value[at] for value in values])
+        for at, column in enumerate((name, f"{name}_low", f"{name}_high")[: 1 if first_row.steps == 1 else 3]):
+            line[column] = _compact_column([None if value is None else value[at] for value in values])
     for name in ("scaled", "factor"):
         if any(getattr(row, name) is not None for row in rows):
-            found[name] = _column([getattr(row, name) for row in rows])
-    if first.steps > 1:
-        found["last"] = _column([row.last for row in rows])
-    return found
+            line[name] = _compact_column([getattr(row, name) for row in rows])
+    if first_row.steps > 1:
+        line["last"] = _compact_column([row.last for row in rows])
+    return line
 
 
-def _column(values: Sequence[float | None]) -> Any:
+def _compact_column(values: Sequence[float | None]) -> Any:
     """Return values as JSON has them: one where all are the same, whole ones without a point."""
-    told = [int(value) if value is not None and value.is_integer() else value for value in values]
-    return told[0] if all(value == told[0] for value in told) else told
+    values_ = [int(value) if value is not None and value.is_integer() else value for value in values]
+    return values_[0] if all(value == values_[0] for value in values_) else values_
 
 
 def is_step_line(line: Mapping[str, Any]) -> bool:
@@ -205,10 +212,10 @@ def is_step_line(line: Mapping[str, Any]) -> bool:
 
 def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list[list[float | None]]] | None:
     """Return samples, batch, steps and rows of a line, and its columns; None if it is damaged."""
-    told = [line.get(name) for name in ("samples", "batch", "steps", "rows")]
-    if not all(isinstance(value, int) and 0 < value < 10**18 for value in told):
+    header = [line.get(name) for name in ("samples", "batch", "steps", "rows")]
+    if not all(isinstance(value, int) and 0 < value < 10**18 for value in header):
         return None
-    samples, batch, steps, count = (int(value or 0) for value in told)
+    samples, batch, steps, count = (int(value or 0) for value in header)
     if count > 2 * MOST_ROWS or "lr" not in line:
         return None
     values = [column for name in _COLUMNS if (column := _read_column(line.get(name), count)) is not None]
@@ -217,28 +224,28 @@ def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list
 
 def _rows(line: Mapping[str, Any]) -> Iterator[StepRow]:
     """Yield the rows of a line; none of one that is damaged."""
-    if (parts := _read_line(line)) is None:
+    if (line_parts := _read_line(line)) is None:
         return
-    (samples, batch, steps, count), columns = parts
-    places = range(samples, samples + count * steps * batch, steps * batch)
-    for at, row in zip(places, zip(*columns, strict=True), strict=True):
-        lr, norm, low, high, delta, least, most, scaled, factor, last = row
+    (samples, batch, steps, count), columns = line_parts
+    samples_at_ends = range(samples, samples + count * steps * batch, steps * batch)
+    for at, row in zip(samples_at_ends, zip(*columns, strict=True), strict=True):
+        lr, norm, low, high, delta, least, most, scaled, factor, last_norm = row
         yield StepRow(
             samples=at,
             steps=steps,
             batch=batch,
             lr=lr or 0.0,
-            norm=_same(norm) if low is None or high is None else Spread(norm or 0.0, low, high),
-            delta=_same(delta) if least is None or most is None else Spread(delta or 0.0, least, most),
+            norm=_constant_spread(norm) if low is None or high is None else Spread(norm or 0.0, low, high),
+            delta=_constant_spread(delta) if least is None or most is None else Spread(delta or 0.0, least, most),
             scaled=scaled,
             factor=factor,
-            last=norm if steps == 1 else last,
+            last=norm if steps == 1 else last_norm,
         )
 
 
-def _read_column(told: Any, count: int) -> list[float | None] | None:
+def _read_column(content: Any, count: int) -> list[float | None] | None:
     """Return the values of a column of so many rows; None where it is none of a file of steps."""
-    values = told if isinstance(told, list) else [told] * count
+    values = content if isinstance(content, list) else [content] * count
     if len(values) != count or not all(value is None or isinstance(value, int | float) for value in values):
         return None
     return [None if value is None else float(value) for value in values]
@@ -247,26 +254,30 @@ def _read_column(told: Any, count: int) -> list[float | None] | None:
 # --- numbers
 
 
-def rounded(name: str, value: float | None) -> float | None:
+def round_value(name: str, value: float | None) -> float | None:
     """Return a value of a column with the digits that are kept; None where it is not finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
 
 
-def _same(value: float | None) -> Spread | None:
+def _constant_spread(value: float | None) -> Spread | None:
     return None if value is None else Spread(value, value, value)
 
 
-def _over(name: str, one: Spread | None, other: Spread | None, weights: tuple[float, float]) -> Spread | None:
-    if one is None or other is None:
-        return one or other
-    mean = rounded(name, _mean((one.mean, other.mean), weights))
+def _join_spreads(
+    name: str, first: Spread | None, second: Spread | None, weights: tuple[float, float]
+) -> Spread | None:
+    if first is None or second is None:
+        return first or second
+    mean = round_value(name, _weighted_mean((first.mean, second.mean), weights))
     assert mean is not None
-    low, high = min(one.low, other.low), max(one.high, other.high)
+    low, high = min(first.low, second.low), max(first.high, second.high)
     return Spread(min(max(mean, low), high), low, high)
 
 
-def _mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:
+def _weighted_mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:
     """Return the weighted mean of what is known."""
-    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if known else None
+    known_values = [
+        (value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight
+    ]
+    total = sum(weight for _, weight in known_values)
+    return sum(value * weight for value, weight in known_values) / total if known_values else None

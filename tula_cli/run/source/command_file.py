@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.imports import installed, resolve, roots_of, source
+from tula_cli.run.imports import import_roots, is_installed_folder, resolve_module, source_file
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.spec.scripts.placeholders import fill, names
 
@@ -148,7 +148,7 @@ def _is_unknown(word: str, home: Path) -> bool:
 
 
 def _is_installed(file: Path, home: Path) -> bool:
-    return any(installed(folder) for folder in file.parents if not home.is_relative_to(folder))
+    return any(is_installed_folder(folder) for folder in file.parents if not home.is_relative_to(folder))
 
 
 def _module(module: str, home: Path, path: Sequence[str]) -> Program | None:
@@ -157,10 +157,10 @@ def _module(module: str, home: Path, path: Sequence[str]) -> Program | None:
     Raises:
         SpecError: its package is the user's own, and has no such module.
     """
-    for root in roots_of(home, path):
-        if files := resolve(f"{module}.__main__", [root]):
+    for root in import_roots(home, path):
+        if files := resolve_module(f"{module}.__main__", [root]):
             place = root.joinpath(*module.split("."))
-            if source(place) is None and not place.is_dir():
+            if source_file(place) is None and not place.is_dir():
                 raise _missing(f"no module {module} in {root}")
             return Program(files[-1], root, module)
     return None

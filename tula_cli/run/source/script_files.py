@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from tula_cli.run.imports import followed, foreign, roots_of
+from tula_cli.run.imports import follow_imports, import_roots, is_foreign
 from tula_cli.run.source import git, selection
 from tula_cli.run.source.command_file import SCRIPTS, SHELL, Program, modules_of, program, words_of
 from tula_cli.run.source.keys import CODE, is_key
@@ -112,8 +112,8 @@ def _listed(found: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict
         base = home if found.file.is_relative_to(home) else found.root
         files, left_out = _walk(found.root)
         listed = dict.fromkeys(files, False)
-    roots = [found.root, *(root for root in roots_of(home, path) if root.is_relative_to(base))]
-    return base, {**dict.fromkeys(followed([found.file], base, roots), False), **listed}, left_out
+    roots = [found.root, *(root for root in import_roots(home, path) if root.is_relative_to(base))]
+    return base, {**dict.fromkeys(follow_imports([found.file], base, roots), False), **listed}, left_out
 
 
 def _walk(start: Path) -> tuple[list[Path], list[Path]]:
@@ -132,7 +132,7 @@ def _walk(start: Path) -> tuple[list[Path], list[Path]]:
         below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
         inside = [Path(entry.path) for entry in entries if Path(entry.name).suffix in WITHOUT_GIT]
         if len(entries) <= selection.MAX_ENTRIES or folder == start:
-            waiting.extend(folder for folder in below if not foreign(folder))
+            waiting.extend(folder for folder in below if not is_foreign(folder))
             files += inside
         elif any(file.suffix in CODE for file in inside):
             left_out.append(folder)
@@ -144,12 +144,12 @@ def _walk(start: Path) -> tuple[list[Path], list[Path]]:
 
 def _own(found: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
     """Return those files that are there, and neither hidden nor installed nor of a run."""
-    foreign_ = cache(foreign)
+    foreign = cache(is_foreign)
     return [
         file
         for file in listed
         if file == found.file
-        or (file.is_file() and not file.name.startswith(".") and not any(map(foreign_, _between(file, base, found))))
+        or (file.is_file() and not file.name.startswith(".") and not any(map(foreign, _between(file, base, found))))
     ]
 
 
@@ -223,7 +223,7 @@ def _roots(found: Program, home: Path, path: Sequence[str], base: Path, copied: 
     `home` is none of them where only tula looks there, and not the command: it might hide what is installed.
     """
     given = {(home / entry).resolve() for entry in path}
-    asked = [root for root in roots_of(home, path) if root != home or root in given]
+    asked = [root for root in import_roots(home, path) if root != home or root in given]
     first = [] if found.file.suffix in SHELL else [found.root]
     roots = dict.fromkeys([*first, *asked, *_installed_in_place(copied)])
     return tuple(

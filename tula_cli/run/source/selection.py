@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_cli.run.imports import files, foreign, roots_of, source
+from tula_cli.run.imports import files_of_imports, import_roots, is_foreign, source_file
 from tula_cli.run.source.keys import is_key
 from tula_cli.spec.job import JobSpec
 
@@ -41,8 +41,10 @@ def behind_imports(spec: JobSpec, workdir: Path) -> Selection:
 
     A package's other files are copied because it may read them, or import them in ways that no statement tells.
     """
-    modules = files(spec, workdir)
-    roots = tuple(root for root in roots_of(workdir, sys.path) if any(file.is_relative_to(root) for file in modules))
+    modules = files_of_imports(spec, workdir)
+    roots = tuple(
+        root for root in import_roots(workdir, sys.path) if any(file.is_relative_to(root) for file in modules)
+    )
     others: list[Path] = []
     left_out: list[Path] = []
     keys: list[Path] = []
@@ -56,7 +58,7 @@ def _packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
     found: dict[Path, None] = {}
     for module in modules:
         chain = [folder for folder in module.parents if folder != workdir and folder.is_relative_to(workdir)]
-        packages = list(itertools.takewhile(lambda folder: source(folder / "__init__") is not None, chain))
+        packages = list(itertools.takewhile(lambda folder: source_file(folder / "__init__") is not None, chain))
         if packages:
             found[packages[-1]] = None
     return list(found)
@@ -95,7 +97,7 @@ def entries(folder: Path) -> list[Path] | None:
     if len(names) > MAX_ENTRIES:
         return None
     paths = (folder / name for name in sorted(names) if not name.startswith(".") and not name.endswith(".pyc"))
-    return [path for path in paths if not (path.is_dir() and foreign(path))]
+    return [path for path in paths if not (path.is_dir() and is_foreign(path))]
 
 
 def beyond(selection: Selection) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def require_known(run: Path) -> None:
     told = files.read_text(run / _NAME)
     found = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", told)
     if told and found is None:
-        raise files.damaged(run / _NAME, "it tells no format")
+        raise files.damaged_error(run / _NAME, "it tells no format")
     number = int(found[1]) if found is not None else 1
     if OLDEST <= number <= FORMAT:
         return

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from tula_cli.cluster import inspection, launcher
-from tula_cli.cluster.kept_inspection import KeptInspection
+from tula_cli.cluster.kept_inspection import CachedInspection
 from tula_cli.errors import BadMeasurements, CannotWrite, OverBudget, SpecError, require_callable, require_number
-from tula_cli.run.code import run_of
+from tula_cli.run.code import run_of_job
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import origin, overridden
+from tula_cli.run.jobfile import load_with_overrides, settings_origin
 from tula_cli.run.records.results import JobFile
 from tula_cli.services.api.handles import Run
 from tula_cli.services.events import Event, Note, Planned, WarningEvent
@@ -59,7 +59,7 @@ class Call:
     overrides: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, target: Target, *, root: str | Path = ROOT, overrides: Sequence[str] = ()) -> "Call":
+    def from_target(cls, target: Target, *, root: str | Path = ROOT, overrides: Sequence[str] = ()) -> "Call":
         """Return the run that is meant; of a job the one under `root`.
 
         Raises:
@@ -68,15 +68,15 @@ class Call:
         if isinstance(target, str | Path) and Path(target).is_dir():
             target = Run.open(target)
         if isinstance(target, Run):
-            return cls(target.directory, overridden(target.directory, overrides), None, tuple(overrides))
-        spec = spec_of(target, overrides)
-        run = run_of(Path(root), spec)
+            return cls(target.directory, load_with_overrides(target.directory, overrides), None, tuple(overrides))
+        spec = load_job(target, overrides)
+        run = run_of_job(Path(root), spec)
         return cls(run, spec, Path(target) if isinstance(target, str | Path) else None, tuple(overrides))
 
     @property
     def file(self) -> JobFile | None:
         """Where the settings come from, as a run keeps it."""
-        return origin(self.run, self.job, self.overrides)
+        return settings_origin(self.run, self.job, self.overrides)
 
     def measured(self) -> "Call":
         """Return this call, about a run that is there.
@@ -99,7 +99,7 @@ class Submission:
     tell: OnEvent
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         target: Target,
         *,
@@ -118,14 +118,14 @@ class Submission:
         """
         require_number(timeout=timeout)
         require_callable(confirm=confirm, on_event=on_event)
-        call, tell = Call.of(target, root=root, overrides=overrides), on_event or warn
-        inspect = inspector(call.run.path.parent, fresh=fresh, tell=tell)
-        asks = _asks(call.spec, confirm)
+        call, tell = Call.from_target(target, root=root, overrides=overrides), on_event or warn_of_event
+        inspect = make_inspector(call.run.path.parent, fresh=fresh, tell=tell)
+        asks = _make_confirm(call.spec, confirm)
         dependencies = Dependencies(launcher.launcher_for, inspect, asks)
         return cls(call, dependencies, WaitPolicy(wait, timeout), tell)
 
 
-def spec_of(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
+def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
     """Return the settings of a job, with overrides.
 
     Raises:
@@ -142,13 +142,13 @@ def spec_of(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
     return validate(content, source="the job")
 
 
-def inspector(root: str | Path, *, fresh: bool = False, tell: OnEvent | None = None) -> KeptInspection:
+def make_inspector(root: str | Path, *, fresh: bool = False, tell: OnEvent | None = None) -> CachedInspection:
     """Return what inspects jobs, and remembers under `root` what it found."""
-    note = tell or warn
-    return KeptInspection(Path(root).absolute(), inspection.inspect, fresh=fresh, note=lambda text: note(Note(text)))
+    note = tell or warn_of_event
+    return CachedInspection(Path(root).absolute(), inspection.inspect, fresh=fresh, note=lambda text: note(Note(text)))
 
 
-def _asks(spec: JobSpec, confirm: Confirm | None) -> Confirm:
+def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
     """Return who is asked before jobs are submitted: nobody where the job has a cap."""
 
     def allowed(planned: Planned) -> bool:
@@ -164,13 +164,13 @@ def _asks(spec: JobSpec, confirm: Confirm | None) -> Confirm:
     return allowed
 
 
-def warn(event: Event) -> None:
+def warn_of_event(event: Event) -> None:
     """Make a Python warning of what deserves one, and drop the rest."""
     if isinstance(event, WarningEvent):
         warnings.warn(event.text, stacklevel=2)
 
 
-def saved(write: Callable[[], object], *, asked: bool) -> None:
+def save_or_warn(write: Callable[[], object], *, is_required: bool) -> None:
     """Write what was asked for, or else where it can be: then it is a Python warning that it cannot.
 
     Raises:
@@ -179,6 +179,6 @@ def saved(write: Callable[[], object], *, asked: bool) -> None:
     try:
         write()
     except CannotWrite as error:
-        if asked:
+        if is_required:
             raise
         warnings.warn(f"not saved: {error.message}", stacklevel=3)

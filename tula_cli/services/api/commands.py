@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tula_cli.cluster import launcher
 from tula_cli.errors import require_list
 from tula_cli.models.choice.objective import Curve, Objective
-from tula_cli.run.code import run_of
+from tula_cli.run.code import run_of_job
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.run.storage.owner import other
@@ -18,7 +18,17 @@ from tula_cli.services import estimate as estimating
 from tula_cli.services import nodes as node_checking
 from tula_cli.services import recommend as recommending
 from tula_cli.services import train as training
-from tula_cli.services.api.calls import ROOT, Call, Job, Settings, Submission, Target, inspector, saved, spec_of
+from tula_cli.services.api.calls import (
+    ROOT,
+    Call,
+    Job,
+    Settings,
+    Submission,
+    Target,
+    load_job,
+    make_inspector,
+    save_or_warn,
+)
 from tula_cli.services.api.handles import Run, Status
 from tula_cli.services.check import CheckResult
 from tula_cli.services.comparison import session
@@ -67,8 +77,8 @@ def check(
         >>> tula.check("job.yaml").problems
         {}
     """
-    spec, inspect = spec_of(job, overrides), inspector(root, fresh=fresh)
-    run = run_of(Path(root), spec) if online else None
+    spec, inspect = load_job(job, overrides), make_inspector(root, fresh=fresh)
+    run = run_of_job(Path(root), spec) if online else None
     return checking.check_all(spec, node_type=node_type, online=online, inspector=inspect, run=run)
 
 
@@ -95,9 +105,9 @@ def estimate(
         JobFailed: the user's code fails.
         ValueError: `memory` is no size.
     """
-    call = Call.of(job, root=root, overrides=overrides)
+    call = Call.from_target(job, root=root, overrides=overrides)
     capacity = None if memory is None else int(parse_size(memory))  # type: ignore[call-overload]
-    inspect = inspector(root, fresh=fresh)
+    inspect = make_inspector(root, fresh=fresh)
     return estimating.estimate_all(call.run, call.spec, capacity=capacity, node_type=node_type, inspector=inspect)
 
 
@@ -153,19 +163,19 @@ def recommend(
     Example:
         >>> tula.recommend(run, objective="cost", deadline_hours=24).choice.nodes
     """
-    own = Call.of(run, root=root, overrides=overrides).measured()
+    call = Call.from_target(run, root=root, overrides=overrides).measured()
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     require_list(what_if=what_if, with_runs=with_runs)
     runs = tuple(map(Path, with_runs))
     criteria = Criteria(objective, limits, curve, node_type, from_training, runs, tuple(what_if))
-    looks = functools.partial(launcher.launcher_for, submits=False)
-    answer = recommending.ask(own.run, own.spec, criteria, launcher_for=looks, overrides=overrides)
-    found = answer.recommendation
-    renews = recommending.renews(found, own.run.recommendation()) and not other(own.run.path)
+    make_launcher = functools.partial(launcher.launcher_for, submits=False)
+    answer = recommending.answer_query(call.run, call.spec, criteria, launcher_for=make_launcher, overrides=overrides)
+    recommendation = answer.recommendation
+    renews = recommending.should_replace(recommendation, call.run.recommendation()) and not other(call.run.path)
     if save if save is not None else renews:
-        write = functools.partial(recommending.save, overrides=overrides, job=own.job, every=every)
-        saved(functools.partial(write, own.run, own.spec, answer), asked=bool(save))
-    return answer.every() if every else found
+        write = functools.partial(recommending.save_answer, overrides=overrides, job=call.job, every=every)
+        save_or_warn(functools.partial(write, call.run, call.spec, answer), is_required=bool(save))
+    return answer.with_all_rows() if every else recommendation
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:
@@ -179,7 +189,7 @@ def status(run: Target, *, root: str | Path = ROOT) -> Status:
         SpecError: the job cannot be used.
         BadMeasurements: there is no run of it yet.
     """
-    return Run.of(Call.of(run, root=root).measured().run).status()
+    return Run.of(Call.from_target(run, root=root).measured().run).status()
 
 
 # --- what submits jobs
@@ -222,18 +232,18 @@ def check_nodes(
     for name in ("confirm", "wait"):
         if name in settings:
             raise TypeError(f"check_nodes() takes no {name}: it asks nobody, and waits")
-    own = Submission.of(job, timeout=timeout, **settings)
-    call = own.call
-    work = node_checking.work(
+    submission = Submission.from_arguments(job, timeout=timeout, **settings)
+    call = submission.call
+    work = node_checking.run_node_check(
         call.run,
         call.spec,
-        own.dependencies.launcher_for,
+        submission.dependencies.launcher_for,
         nodes=nodes,
         node_type=node_type,
         timeout=timeout,
         file=call.file,
     )
-    return follow(work, own.tell)
+    return follow(work, submission.tell)
 
 
 def profile(
@@ -269,9 +279,9 @@ def profile(
         >>> run = tula.profile("job.yaml", max_node_hours=2)
         >>> run.results()[["nodes", "batch", "step_time_s"]]
     """
-    own = Submission.of(job, timeout=timeout, fresh=fresh, **_capped(settings, max_node_hours))
-    follow(_probes(own), own.tell)
-    return Run.of(own.call.run)
+    submission = Submission.from_arguments(job, timeout=timeout, fresh=fresh, **_with_cap(settings, max_node_hours))
+    follow(_profile_work(submission), submission.tell)
+    return Run.of(submission.call.run)
 
 
 def profile_events(
@@ -295,21 +305,21 @@ def profile_events(
     """
     if "on_event" in settings:
         raise TypeError("profile_events() takes no on_event: it yields the events")
-    own = Submission.of(job, timeout=timeout, fresh=fresh, **_capped(settings, max_node_hours))
-    yield from _probes(own)
-    yield Finished(Run.of(own.call.run))
+    submission = Submission.from_arguments(job, timeout=timeout, fresh=fresh, **_with_cap(settings, max_node_hours))
+    yield from _profile_work(submission)
+    yield Finished(Run.of(submission.call.run))
 
 
-def _capped(settings: Settings, max_node_hours: float | None) -> Settings:
+def _with_cap(settings: Settings, max_node_hours: float | None) -> Settings:
     if max_node_hours is None:
         return settings
     cap = f"search.max_node_hours={max_node_hours}"
     return {**settings, "overrides": (*settings.get("overrides", ()), cap)}
 
 
-def _probes(own: Submission) -> Work[rounds.ProfileResult | rounds.SubmittedProbes]:
-    call = own.call
-    return rounds.work(call.run, call.spec, own.dependencies, own.wait_policy, file=call.file)
+def _profile_work(submission: Submission) -> Work[rounds.ProfileResult | rounds.SubmittedProbes]:
+    call = submission.call
+    return rounds.run_profile(call.run, call.spec, submission.dependencies, submission.wait_policy, file=call.file)
 
 
 def train(
@@ -348,14 +358,19 @@ def train(
         SchedulerError: it was refused.
         KeyboardInterrupt: Ctrl-C; the training goes on, and the same call attaches to it again.
     """
-    own = Submission.of(run, timeout=timeout, **settings)
-    call, inspect = own.call, own.dependencies.inspect
-    work = training.prepare(
+    submission = Submission.from_arguments(run, timeout=timeout, **settings)
+    call, inspect = submission.call, submission.dependencies.inspect
+    work = training.prepare_training(
         call.run, call.spec, inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse,
         within_balance=within_balance,
     )  # fmt: skip
-    found = follow(training.work(follow(work, own.tell), own.dependencies, own.wait_policy, file=call.file), own.tell)
-    return None if isinstance(found, DetachedJobs) else found
+    summary = follow(
+        training.run_training(
+            follow(work, submission.tell), submission.dependencies, submission.wait_policy, file=call.file
+        ),
+        submission.tell,
+    )
+    return None if isinstance(summary, DetachedJobs) else summary
 
 
 def compare(
@@ -393,8 +408,12 @@ def compare(
         KeyboardInterrupt: Ctrl-C; what is trained stays, and what runs goes on.
     """
     require_list(methods=methods, batches=batches)
-    own = Submission.of(run, **settings)
-    call = own.call
+    submission = Submission.from_arguments(run, **settings)
+    call = submission.call
     request = session.GridRequest(tuple(methods or ()) or None, tuple(batches or ()) or None, seeds, nodes, controls)
-    ready = follow(session.prepare(call.run, call.spec, request, own.dependencies, node_type=node_type), own.tell)
-    return follow(session.work(ready, own.dependencies, own.wait_policy, file=call.file), own.tell).report
+    ready = follow(
+        session.prepare(call.run, call.spec, request, submission.dependencies, node_type=node_type), submission.tell
+    )
+    return follow(
+        session.run_comparison(ready, submission.dependencies, submission.wait_policy, file=call.file), submission.tell
+    ).report

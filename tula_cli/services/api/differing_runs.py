@@ -5,7 +5,7 @@ from pathlib import Path
 from tula_cli.run.directory import RunDir
 from tula_cli.services.api.calls import ROOT
 from tula_cli.services.api.handles import Run
-from tula_cli.services.comparison.between_runs.difference import RunDifference, difference
+from tula_cli.services.comparison.between_runs.difference import RunDifference, compare_runs
 
 
 def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path = ROOT) -> RunDifference:
@@ -26,10 +26,10 @@ def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path 
     Example:
         >>> print(*tula.diff("digits-1f0c5b7e", "digits-9a4e02cd").headline, sep="\\n")
     """
-    return difference(_run(before, Path(root)), _run(after, Path(root)))
+    return compare_runs(_as_run_directory(before, Path(root)), _as_run_directory(after, Path(root)))
 
 
-def _run(named: str | Path | Run, root: Path) -> RunDir:
+def _as_run_directory(named: str | Path | Run, root: Path) -> RunDir:
     if isinstance(named, Run):
         return named.directory
     path = Path(named)

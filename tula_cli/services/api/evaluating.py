@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.run.records.results import Evaluated
 from tula_cli.services.api.calls import Settings, Submission, Target
-from tula_cli.services.evaluation.evaluate import EvaluationRequest, prepare, work
+from tula_cli.services.evaluation.evaluate import EvaluationRequest, prepare_evaluation, run_evaluation
 from tula_cli.services.events import follow
 from tula_cli.services.waiting import DetachedJobs
 
@@ -52,8 +52,8 @@ def evaluate(
     Example:
         >>> tula.evaluate(run, weights="best").metrics["top1"]
     """
-    own = Submission.of(run, timeout=timeout, **settings)
+    submission = Submission.from_arguments(run, timeout=timeout, **settings)
     request = EvaluationRequest(None if weights is None else str(weights), training, nodes, fresh)
-    prepared = prepare(own.call.run, own.call.spec, request, node_type=node_type)
-    found = follow(work(prepared, own.dependencies, own.wait_policy), own.tell)
-    return None if isinstance(found, DetachedJobs) else found
+    prepared = prepare_evaluation(submission.call.run, submission.call.spec, request, node_type=node_type)
+    evaluation = follow(run_evaluation(prepared, submission.dependencies, submission.wait_policy), submission.tell)
+    return None if isinstance(evaluation, DetachedJobs) else evaluation

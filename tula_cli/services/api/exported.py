@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.errors import require_callable, require_number
-from tula_cli.services.api.calls import ROOT, Call, OnEvent, Target, warn
+from tula_cli.services.api.calls import ROOT, Call, OnEvent, Target, warn_of_event
 from tula_cli.services.events import follow as done
 from tula_cli.services.exporting import export as service
 from tula_cli.services.exporting.export import Exported
@@ -48,8 +48,8 @@ def export(
     """
     require_number(every=every)
     require_callable(on_event=on_event)
-    own = Call.of(run, root=root).measured()
-    trackers = service.asked(own.spec, [to] if isinstance(to, str) else list(to), uri=uri, project=project)
-    found = done(service.export(own.run, trackers, follow=follow, every=every), on_event or warn)
-    service.require_sent(found)
-    return found
+    call = Call.from_target(run, root=root).measured()
+    trackers = service.asked(call.spec, [to] if isinstance(to, str) else list(to), uri=uri, project=project)
+    results = done(service.export(call.run, trackers, follow=follow, every=every), on_event or warn_of_event)
+    service.require_sent(results)
+    return results

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster import launcher
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.directory import RunDir
-from tula_cli.run.frames import frame
-from tula_cli.run.jobfile import begun
+from tula_cli.run.frames import make_frame
+from tula_cli.run.jobfile import parts_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.series.step_series import StepSeries
@@ -36,17 +36,17 @@ class Status:
     @property
     def active(self) -> bool:
         """Whether a job is queued or running."""
-        return any(now.active() for now in self.types.values())
+        return any(run_status.active() for run_status in self.types.values())
 
     def frame(self) -> "pd.DataFrame":
         """Return one row a job: id, kind, nodes, state, reason, probes done and in all, node-hours."""
         columns = ("id", "kind", "nodes", "state", "reason", "done", "total", "node_hours")
         rows = [
             {"node_type": name or "", **{column: getattr(job, column) for column in columns}}
-            for name, now in self.types.items()
-            for job in now.jobs
+            for name, run_status in self.types.items()
+            for job in run_status.jobs
         ]
-        return frame(rows)
+        return make_frame(rows)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return {part.name: part.run.results() for part in begun(self.directory, self.spec())}
+        return {part.name: part.run.results() for part in parts_with_data(self.directory, self.spec())}
 
     def results(self) -> "pd.DataFrame":
         """Return one row a probe: its configuration, outcome, times (seconds) and peak memory (bytes of one GPU).
@@ -99,7 +99,7 @@ class Run:
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return frame([_row(name, result) for name, results in self.probes().items() for result in results])
+        return make_frame([_result_row(name, result) for name, results in self.probes().items() for result in results])
 
     def recommendation(self) -> Recommendation | None:
         """Return the answer that training takes; None where there is none yet."""
@@ -114,7 +114,7 @@ class Run:
         Returns:
             None where there is none yet, and for a script, which saves where it likes.
         """
-        parts = begun(self.directory, self.spec())
+        parts = parts_with_data(self.directory, self.spec())
         return next((path for part in parts if (path := part.run.training(signature).weights())), None)
 
     def steps(self, signature: str) -> StepSeries:
@@ -123,9 +123,9 @@ class Run:
         Args:
             signature: of the training, as `tula.train` returns it.
         """
-        parts = begun(self.directory, self.spec())
-        found = (part.run.training(signature) for part in parts)
-        return next((training.steps() for training in found if training.steps_path.exists()), StepSeries())
+        parts = parts_with_data(self.directory, self.spec())
+        trainings = (part.run.training(signature) for part in parts)
+        return next((training.steps() for training in trainings if training.steps_path.exists()), StepSeries())
 
     def report(self) -> "Document":
         """Return all that it has found, as `tula report` has it: plain values, in sections with tables and figures.
@@ -133,25 +133,25 @@ class Run:
         Raises:
             TulaError: a record of the run cannot be read.
         """
-        from tula_cli.services.reporting.run_report import report  # with the services of all commands
+        from tula_cli.services.reporting.run_report import build_run_report  # with the services of all commands
 
-        looks = partial(launcher.launcher_for, submits=False)
-        return report(self.directory, self.spec(), looks, now=time.time())
+        make_launcher = partial(launcher.launcher_for, submits=False)
+        return build_run_report(self.directory, self.spec(), make_launcher, now=time.time())
 
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""
-        parts = begun(self.directory, self.spec())
+        parts = parts_with_data(self.directory, self.spec())
         return Status(
             {
-                part.name: status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
+                part.name: status.run_status(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
                 for part in parts
             }
         )
 
 
-def _row(node_type: str | None, result: Result) -> dict[str, Any]:
+def _result_row(node_type: str | None, result: Result) -> dict[str, Any]:
     probe = result if isinstance(result, Measured) else None
-    step = None if probe is None else centre(probe.step_times)
+    step = None if probe is None else trimmed_mean(probe.step_times)
     batch = result.local_batch * result.nodes * result.gpus_per_node
     return {
         "node_type": node_type or "",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.services.api.calls import Settings, Submission, Target
 from tula_cli.services.events import follow
-from tula_cli.services.rehearsal.rehearse import ResumeFinding, work
+from tula_cli.services.rehearsal.rehearse import ResumeFinding, run_resume_test
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,9 +42,9 @@ def rehearse(
     for name in ("confirm", "wait"):
         if name in settings:
             raise TypeError(f"rehearse() takes no {name}: it asks nobody, and waits")
-    own = Submission.of(job, timeout=timeout, **settings)
-    call, launcher_for = own.call, own.dependencies.launcher_for
-    found = work(
+    submission = Submission.from_arguments(job, timeout=timeout, **settings)
+    call, launcher_for = submission.call, submission.dependencies.launcher_for
+    finding = run_resume_test(
         call.run, call.spec, launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=call.file
     )  # fmt: skip
-    return follow(found, own.tell)
+    return follow(finding, submission.tell)

@@ -12,8 +12,8 @@ from tula_cli.services.api.calls import ROOT, Call, Target
 from tula_cli.services.api.handles import Run
 from tula_cli.services.reporting.document import Document
 from tula_cli.services.reporting.forms import csv_files, latex, markdown
-from tula_cli.services.reporting.material import gather
-from tula_cli.services.reporting.run_report import document_of, for_site
+from tula_cli.services.reporting.material import gather_material
+from tula_cli.services.reporting.run_report import build_document, for_site
 
 Form = Literal["markdown", "latex", "csv"]
 
@@ -33,7 +33,7 @@ def report(run: Target, *, root: str | Path = ROOT) -> Document:
     Example:
         >>> tula.report(run).answer
     """
-    return Run.of(Call.of(run, root=root).measured().run).report()
+    return Run.of(Call.from_target(run, root=root).measured().run).report()
 
 
 def report_text(
@@ -66,10 +66,10 @@ def report_text(
         raise SpecError(f"form {form!r} is none of {', '.join(get_args(Form))}", nearest(str(form), get_args(Form)))
     if site is not None and form != "markdown":
         raise SpecError(f"form {form!r} is not for a site, which has a form of its own", "leave it out")
-    own = Call.of(run, root=root).measured().run
-    seen = gather(own, own.spec(), partial(launcher.launcher_for, submits=False), now=time.time())
-    document = document_of(seen)
+    run_ = Call.from_target(run, root=root).measured().run
+    material = gather_material(run_, run_.spec(), partial(launcher.launcher_for, submits=False), now=time.time())
+    document = build_document(material)
     if site is not None:
-        return for_site(seen, document, str(site), runs=runs)
+        return for_site(material, document, str(site), runs=runs)
     forms = {"markdown": markdown.markdown, "latex": latex.latex, "csv": csv_files.together}
     return forms[form](document)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.cluster.scripts.printed_metrics import less_is_better
-from tula_cli.models.out_of_memory import statistics_told
+from tula_cli.cluster.scripts.printed_metrics import is_lower_better
+from tula_cli.models.out_of_memory import statistics_in_cause
 from tula_cli.run.directory import RunDir
-from tula_cli.run.frames import frame
+from tula_cli.run.frames import make_frame
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.compare import ENDED, FINISHED, State, durations, expected_hours, total_hours
+from tula_cli.services.compare import ENDED, FINISHED, State, expected_hours, mean_hours_by_row, total_hours
 from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.progress.job_status import JobStatus
@@ -52,12 +52,12 @@ class CellReport:
 
     def value(self, metric: str) -> float | None:
         """Return its top1, top5 or loss, or a script's own metric; None where it does not tell it."""
-        own = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
-        return {**own, **self.metrics}.get(metric)
+        values = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+        return {**values, **self.metrics}.get(metric)
 
 
 @dataclass(frozen=True)
-class Stat:
+class SeedStatistics:
     """Over seeds; `sd` is the sample standard deviation, None for one seed."""
 
     mean: float
@@ -66,33 +66,33 @@ class Stat:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """A method at a batch, over its seeds."""
 
     method: str
     batch: int
     reference: bool
     cells: tuple[CellReport, ...]
-    top1: Stat | None
-    top5: Stat | None
-    loss: Stat | None
+    top1: SeedStatistics | None
+    top5: SeedStatistics | None
+    loss: SeedStatistics | None
     gap: float | None = None  # how much worse than the reference: percentage points, or loss; over the seeds of both
     recovered: float | None = None  # share of lbt's gap at this batch; None where that is within the noise, or unknown
     samples: float | None = None  # mean
     hours: float | None = None  # mean, wall-clock time with all attempts
-    metrics: Mapping[str, Stat] = dataclasses.field(default_factory=dict)  # a script's own, by name
+    metrics: Mapping[str, SeedStatistics] = dataclasses.field(default_factory=dict)  # a script's own, by name
     dropped: str = ""  # why it is not trained any further; empty if it is, or has been
 
-    def stat(self, metric: str) -> Stat | None:
+    def stat(self, metric: str) -> SeedStatistics | None:
         """Return its top1, top5 or loss, or a script's own metric; None where no training tells it."""
-        own = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
-        return {**own, **self.metrics}.get(metric)
+        stats = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+        return {**stats, **self.metrics}.get(metric)
 
     @property
     def seeds(self) -> int:
         """How many seeds the means are over."""
-        known = self.top1 or self.loss or next(iter(self.metrics.values()), None)
-        return 0 if known is None else known.n
+        first_stat = self.top1 or self.loss or next(iter(self.metrics.values()), None)
+        return 0 if first_stat is None else first_stat.n
 
     def count(self, *states: State) -> int:
         return sum(cell.state in states for cell in self.cells)
@@ -109,7 +109,7 @@ class Row:
 class CompareReport:
     """The table, whole or partial."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     metric: str  # what the gap is of: top1, loss where there are no classes, the first script.metric
     columns: tuple[str, ...]  # the metrics that are told
     reference_batch: int
@@ -119,15 +119,20 @@ class CompareReport:
     hours_left: float | None  # expected for what is missing, one after the other
     warnings: tuple[str, ...]
     undecided: int = 0  # trainings of the total that may not be needed
-    first_round: tuple[Row, ...] = ()  # rows after the short trainings; those of `rows` are of all epochs
+    first_round: tuple[ComparisonRow, ...] = ()  # rows after the short trainings; those of `rows` are of all epochs
     epochs: tuple[int, int] | None = None  # of the first round, and of the job
     answer: str = ""  # the best row of the largest batch, and what cannot be distinguished from it
 
     def frame(self) -> "pd.DataFrame":
         """Return one row a method at a batch: seeds, mean and standard deviation of each metric, gap, hours."""
         columns = ("method", "batch", "reference", "seeds", "gap", "recovered", "samples", "hours")
-        own = dict.fromkeys(("top1", "top5", "loss", *self.columns))
-        return frame([{**{name: getattr(row, name) for name in columns}, **_spreads(row, own)} for row in self.rows])
+        metric_names = dict.fromkeys(("top1", "top5", "loss", *self.columns))
+        return make_frame(
+            [
+                {**{name: getattr(row, name) for name in columns}, **_metric_columns(row, metric_names)}
+                for row in self.rows
+            ]
+        )
 
     @property
     def of_script(self) -> bool:
@@ -136,23 +141,25 @@ class CompareReport:
 
     @property
     def less_is_better(self) -> bool:
-        return less_is_better(self.metric)
+        return is_lower_better(self.metric)
 
     @property
     def complete(self) -> bool:
         return self.finished == self.total
 
 
-def _spreads(row: Row, metrics: Iterable[str]) -> dict[str, float | None]:
-    found = {name: row.stat(name) for name in metrics}
+def _metric_columns(row: ComparisonRow, metrics: Iterable[str]) -> dict[str, float | None]:
+    stats = {name: row.stat(name) for name in metrics}
     return {
         f"{name}_{of}": None if stat is None else getattr(stat, of)
-        for name, stat in found.items()
+        for name, stat in stats.items()
         for of in ("mean", "sd")
     }
 
 
-def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable[JobStatus] = ()) -> CompareReport:
+def build_compare_report(
+    run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable[JobStatus] = ()
+) -> CompareReport:
     """Return the table of what has been trained so far.
 
     Args:
@@ -161,21 +168,21 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
         spec: the job.
         jobs: what is known of the run's jobs, for the cells that are not finished.
     """
-    states, look = {job.id: job for job in jobs}, run.read(skip_damaged=True)
-    took = durations(look, comparison)
+    states, snapshot = {job.id: job for job in jobs}, run.read(skip_damaged=True)
+    took = mean_hours_by_row(snapshot, comparison)
     hours = {row: expected_hours(row, took, {}) for row in {(cell.method, cell.batch) for cell in comparison.cells}}
-    standing = rounds.decide_standing(look, comparison, spec, hours=hours)
+    standing = rounds.decide_standing(snapshot, comparison, spec, hours=hours)
     cells = [
-        _cell_report(look.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
+        _cell_report(snapshot.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
         for cell in standing.wanted
     ]
-    columns = _columns(cells, spec)
+    columns = _metric_names(cells, spec)
     metric = columns[0]
     full, short = ([report for report in cells if bool(report.cell.short) is of] for of in (False, True))
-    rows = [_mark_dropped(row, standing.reasons) for row in _compared(_rows(full), metric)]
+    rows = [_mark_dropped(row, standing.reasons) for row in _compare_with_reference(_group_rows(full), metric)]
     second = {(row.method, row.batch) for row in rows}
     first_round = [
-        row if (row.method, row.batch) in second else _mark_dropped(row, standing.reasons) for row in _rows(short)
+        row if (row.method, row.batch) in second else _mark_dropped(row, standing.reasons) for row in _group_rows(short)
     ]
     table = CompareReport(
         rows=tuple(rows),
@@ -186,19 +193,19 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
         total=standing.at_most,
         finished=sum(cell.finished for cell in cells),
         hours_left=total_hours([*(c.cell for c in cells if not c.finished), *standing.undecided], hours),
-        warnings=(*_doubts([*rows, *first_round], metric), *look.training_warnings),
+        warnings=(*_comparison_warnings([*rows, *first_round], metric), *snapshot.training_warnings),
         undecided=len(standing.undecided),
         first_round=tuple(first_round),
         epochs=next((report.cell.short for report in short), None),
     )
-    return dataclasses.replace(table, answer=answer(table))
+    return dataclasses.replace(table, answer=describe_best(table))
 
 
-def _mark_dropped(row: Row, reasons: Mapping[tuple[str, int], str]) -> Row:
+def _mark_dropped(row: ComparisonRow, reasons: Mapping[tuple[str, int], str]) -> ComparisonRow:
     return dataclasses.replace(row, dropped=reasons.get((row.method, row.batch), ""))
 
 
-def _columns(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
+def _metric_names(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
     """Return the metrics that the table tells, the one that is compared first."""
     if spec.script is not None:
         return tuple(column for name in spec.script.metric for column in (name, f"best_{name}"))
@@ -220,13 +227,15 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
             return CellReport(cell, "missing")
         return CellReport(cell, "running" if job.state == "suspended" else job.state, job.reason)
     result, tuning = training.result(), training.tuning()
-    known = CellReport(
+    cell_report = CellReport(
         cell=cell,
         state="done",
         batch=summary.batch,
         samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
         hours=summary.actual_hours,
-        normalised=next((told for cause in reversed(summary.causes) if (told := statistics_told(cause))), ""),
+        normalised=next(
+            (statistics for cause in reversed(summary.causes) if (statistics := statistics_in_cause(cause))), ""
+        ),
     )
     if spec.script is not None:
         name = next(iter(spec.script.metric), "")
@@ -235,11 +244,11 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
         )  # its last value was no number
         reason = f"{name} was not finite in the end" if ended_without else ""
         return dataclasses.replace(
-            known, metrics=summary.metrics, state="diverged" if ended_without else "done", reason=reason
+            cell_report, metrics=summary.metrics, state="diverged" if ended_without else "done", reason=reason
         )
     loss = summary.metrics.get("eval_loss")
     return dataclasses.replace(
-        known,
+        cell_report,
         # Metrics hold finite numbers only: a loss that is missing was none.
         state="done" if loss is not None else "diverged",
         top1=summary.metrics.get("top1"),
@@ -250,62 +259,68 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
     )
 
 
-def _rows(cells: Sequence[CellReport]) -> list[Row]:
+def _group_rows(cells: Sequence[CellReport]) -> list[ComparisonRow]:
     """Return the rows in the order of the table: by batch, the reference first, then as the methods were named."""
-    found: dict[tuple[str, int], list[CellReport]] = {}
+    reports_by_row: dict[tuple[str, int], list[CellReport]] = {}
     for report in cells:
-        found.setdefault((report.cell.method, report.cell.batch), []).append(report)
-    rows = [_row(own) for own in found.values()]
+        reports_by_row.setdefault((report.cell.method, report.cell.batch), []).append(report)
+    rows = [_build_row(reports) for reports in reports_by_row.values()]
     return sorted(rows, key=lambda row: (not row.reference, row.batch))  # sorting is stable
 
 
-def _row(own: Sequence[CellReport]) -> Row:
-    cell, finished = own[0].cell, [report for report in own if report.finished]
+def _build_row(reports: Sequence[CellReport]) -> ComparisonRow:
+    cell, finished = reports[0].cell, [report for report in reports if report.finished]
     names = dict.fromkeys(name for report in finished for name in report.metrics)
-    return Row(
+    return ComparisonRow(
         method=cell.method,
         batch=cell.batch,
         reference=cell.reference,
-        cells=tuple(own),
-        top1=stat(report.top1 for report in finished),
-        top5=stat(report.top5 for report in finished),
-        loss=stat(report.loss for report in finished),
-        metrics={name: told for name in names if (told := stat(report.value(name) for report in finished))},
+        cells=tuple(reports),
+        top1=seed_statistics(report.top1 for report in finished),
+        top5=seed_statistics(report.top5 for report in finished),
+        loss=seed_statistics(report.loss for report in finished),
+        metrics={
+            name: metric_stat
+            for name in names
+            if (metric_stat := seed_statistics(report.value(name) for report in finished))
+        },
         samples=_mean(report.samples for report in finished),
         hours=_mean(report.hours for report in finished),
     )
 
 
-def stat(values: Iterable[float | None]) -> Stat | None:
+def seed_statistics(values: Iterable[float | None]) -> SeedStatistics | None:
     """Return mean and sample standard deviation of the values there are; None where there are none."""
-    found = [value for value in values if value is not None and math.isfinite(value)]
-    if not found:
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
         return None
-    return Stat(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+    return SeedStatistics(statistics.fmean(finite), statistics.stdev(finite) if len(finite) > 1 else None, len(finite))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    found = stat(values)
-    return None if found is None else found.mean
+    stat = seed_statistics(values)
+    return None if stat is None else stat.mean
 
 
-def _compared(rows: Sequence[Row], metric: str) -> list[Row]:
+def _compare_with_reference(rows: Sequence[ComparisonRow], metric: str) -> list[ComparisonRow]:
     """Return the rows with their gap to the reference, and the share of lbt's gap that they recover."""
     reference = next((row for row in rows if row.reference), None)
     plain = {row.batch: row for row in rows if row.method == REFERENCE and not row.reference}
-    return [row if row.reference else _beside(row, reference, plain.get(row.batch), metric) for row in rows]
+    return [row if row.reference else _with_gap(row, reference, plain.get(row.batch), metric) for row in rows]
 
 
-def _beside(row: Row, reference: Row | None, plain: Row | None, metric: str) -> Row:
-    small, own = _common(metric, reference, row)
-    lost = gap(small, own, metric)
+def _with_gap(
+    row: ComparisonRow, reference: ComparisonRow | None, plain: ComparisonRow | None, metric: str
+) -> ComparisonRow:
+    small, row_stat = _stats_over_common_seeds(metric, reference, row)
+    lost = metric_gap(small, row_stat, metric)
     if row.method == REFERENCE:
         return dataclasses.replace(row, gap=lost)
-    small, large, own = _common(metric, reference, plain, row)
-    return dataclasses.replace(row, gap=lost, recovered=recovered(small, large, own, metric))
+    small, large, row_stat = _stats_over_common_seeds(metric, reference, plain, row)
+    return dataclasses.replace(row, gap=lost, recovered=recovered_share(small, large, row_stat, metric))
 
 
-def _common(metric: str, *rows: Row | None) -> list[Stat | None]:
+def _stats_over_common_seeds(metric: str, *rows: ComparisonRow | None) -> list[SeedStatistics | None]:
     """Return each row's metric over the seeds that all of them have, so that no seed stands on one side alone.
 
     A seed that diverged has no loss; of the others alone nothing is said.
@@ -314,76 +329,83 @@ def _common(metric: str, *rows: Row | None) -> list[Stat | None]:
         {} if row is None else {cell.cell.seed: cell.value(metric) for cell in row.cells if cell.finished}
         for row in rows
     ]
-    seeds = set.intersection(*(set(found) for found in values))
-    whole = all(value is not None for found in values for value in found.values())
-    return [stat(found[seed] for seed in sorted(seeds)) if whole else None for found in values]
+    seeds = set.intersection(*(set(values_by_seed) for values_by_seed in values))
+    is_complete = all(value is not None for values_by_seed in values for value in values_by_seed.values())
+    return [
+        seed_statistics(values_by_seed[seed] for seed in sorted(seeds)) if is_complete else None
+        for values_by_seed in values
+    ]
 
 
-def gap(reference: Stat | None, own: Stat | None, metric: str) -> float | None:
+def metric_gap(reference: SeedStatistics | None, stat: SeedStatistics | None, metric: str) -> float | None:
     """Return how much worse than the reference something is: above 0 is worse, whatever the metric."""
-    if reference is None or own is None:
+    if reference is None or stat is None:
         return None
-    return own.mean - reference.mean if less_is_better(metric) else reference.mean - own.mean
+    return stat.mean - reference.mean if is_lower_better(metric) else reference.mean - stat.mean
 
 
-def recovered(reference: Stat | None, plain: Stat | None, own: Stat | None, metric: str) -> float | None:
+def recovered_share(
+    reference: SeedStatistics | None, plain: SeedStatistics | None, stat: SeedStatistics | None, metric: str
+) -> float | None:
     """Return the share of the plain large batch's gap that a method wins back; 1 is all of it, below 0 is worse.
 
     None where the plain large batch has no gap that stands out of the seeds' noise (one standard error of the
     difference), or where one seed tells of no noise: a share of nothing says nothing.
     """
-    lost, left = gap(reference, plain, metric), gap(reference, own, metric)
-    if reference is None or plain is None or lost is None or left is None:
+    lost, remaining_gap = metric_gap(reference, plain, metric), metric_gap(reference, stat, metric)
+    if reference is None or plain is None or lost is None or remaining_gap is None:
         return None
     error = standard_error(reference, plain)
-    return None if error is None or lost <= error else (lost - left) / lost
+    return None if error is None or lost <= error else (lost - remaining_gap) / lost
 
 
-def standard_error(*stats: Stat) -> float | None:
+def standard_error(*stats: SeedStatistics) -> float | None:
     """Return the standard error of a difference of means over seeds; None where one of them has no spread."""
-    if any(found.sd is None for found in stats):
+    if any(stat.sd is None for stat in stats):
         return None
-    return math.hypot(*((found.sd or 0.0) / math.sqrt(found.n) for found in stats))
+    return math.hypot(*((stat.sd or 0.0) / math.sqrt(stat.n) for stat in stats))
 
 
-def _doubts(rows: Iterable[Row], metric: str) -> Iterator[str]:
+def _comparison_warnings(rows: Iterable[ComparisonRow], metric: str) -> Iterator[str]:
     for row in rows:
         smaller = sorted({cell.batch for cell in row.cells if cell.batch is not None and cell.batch != row.batch})
         if smaller:
             yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained at {', '.join(map(str, smaller))}"
-        for told in sorted({cell.normalised for cell in row.cells} - {""}):
-            yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained with {told}"
+        for normalisation in sorted({cell.normalised for cell in row.cells} - {""}):
+            yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained with {normalisation}"
         for cell in row.cells:
             if cell.state in ENDED or (cell.state == "diverged" and cell.reason):
-                yield f"{cell.cell.words} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
+                yield f"{cell.cell.description} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
             elif cell.state == "done" and cell.value(metric) is None:
-                yield f"{cell.cell.words}: {metric} was nowhere to be found in what the script told (script.metric)"
+                yield f"{cell.cell.description}: {metric} was nowhere to be found in what the script told (script.metric)"
 
 
 # --- the answer
 
 
-def answer(report: CompareReport) -> str:
+def describe_best(report: CompareReport) -> str:
     """Return what came of a comparison in a line: the best row of the largest batch that is known, beside the reference."""
     reference = next((row for row in report.rows if row.reference), None)
     small = None if reference is None else reference.stat(report.metric)
     batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
-    known = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
-    if small is None or not known:
+    candidates = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
+    if small is None or not candidates:
         return f"Nothing tells yet: {report.finished} of {plural(report.total, 'training')} done; tula compare trains the others."
-    first = best(known, report)
-    result = (
-        f"{report.metric} {spread(first.stat(report.metric))}, where batch {report.reference_batch} has {spread(small)}"
-    )
+    first = best_row(candidates, report)
+    result = f"{report.metric} {describe_spread(first.stat(report.metric))}, where batch {report.reference_batch} has {describe_spread(small)}"
     progress = "" if report.complete else f" ({report.finished} of {plural(report.total, 'training')} done)"
-    alike = [row for row in known if row is not first and not row.dropped and not differs(first, row, report.metric)]
+    alike = [
+        row
+        for row in candidates
+        if row is not first and not row.dropped and not differs_beyond_noise(first, row, report.metric)
+    ]
     if alike:
-        others = " and ".join(f"{row.method} {spread(row.stat(report.metric))}" for row in alike)
+        alternatives = " and ".join(f"{row.method} {describe_spread(row.stat(report.metric))}" for row in alike)
         return (
-            f"At batch {batch} the best methods are not distinguishable: {first.method} has {result}, and {others}"
+            f"At batch {batch} the best methods are not distinguishable: {first.method} has {result}, and {alternatives}"
             f"{progress}; compare more seeds (tula compare --seeds {max(5, 2 * first.seeds)})."
         )
-    if len(known) == 1:
+    if len(candidates) == 1:
         return f"At batch {batch} {first.method} alone is known: {result}{progress}."
     return f"At batch {batch} {first.method} is best: {result}{progress}."
 
@@ -392,29 +414,29 @@ _T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Student's t for 95 % on both sides, by degrees of freedom from 1 on."""
 
 
-def differs(a: Row, b: Row, metric: str) -> bool:
+def differs_beyond_noise(a: ComparisonRow, b: ComparisonRow, metric: str) -> bool:
     """Return whether the means of two rows differ beyond noise, by Welch's t-test; one seed tells no noise, so they do not."""
-    first, second = a.stat(metric), b.stat(metric)
-    if first is None or second is None or first.sd is None or second.sd is None:
+    first_stat, second = a.stat(metric), b.stat(metric)
+    if first_stat is None or second is None or first_stat.sd is None or second.sd is None:
         return False
-    u, v = first.sd**2 / first.n, second.sd**2 / second.n
+    u, v = first_stat.sd**2 / first_stat.n, second.sd**2 / second.n
     if u + v == 0:
-        return first.mean != second.mean
-    freedom = max(1.0, (u + v) ** 2 / (u**2 / (first.n - 1) + v**2 / (second.n - 1)))
-    return abs(first.mean - second.mean) > _interpolate_t_95(freedom) * math.sqrt(u + v)
+        return first_stat.mean != second.mean
+    freedom = max(1.0, (u + v) ** 2 / (u**2 / (first_stat.n - 1) + v**2 / (second.n - 1)))
+    return abs(first_stat.mean - second.mean) > _interpolate_t_95(freedom) * math.sqrt(u + v)
 
 
 def _interpolate_t_95(freedom: float) -> float:
     """Return the quantile at fractional degrees of freedom, between those of whole ones by their reciprocals."""
-    whole = int(freedom)
-    if whole >= len(_T_95):
-        return _T_95[-1] if whole == len(_T_95) else 2.1
-    weight = (1 / freedom - 1 / (whole + 1)) / (1 / whole - 1 / (whole + 1))
-    return weight * _T_95[whole - 1] + (1 - weight) * _T_95[whole]
+    whole_degrees = int(freedom)
+    if whole_degrees >= len(_T_95):
+        return _T_95[-1] if whole_degrees == len(_T_95) else 2.1
+    weight = (1 / freedom - 1 / (whole_degrees + 1)) / (1 / whole_degrees - 1 / (whole_degrees + 1))
+    return weight * _T_95[whole_degrees - 1] + (1 - weight) * _T_95[whole_degrees]
 
 
-def best(rows: Sequence[Row], report: CompareReport) -> Row:
-    def value(row: Row) -> float:
+def best_row(rows: Sequence[ComparisonRow], report: CompareReport) -> ComparisonRow:
+    def value(row: ComparisonRow) -> float:
         stat = row.stat(report.metric)
         assert stat is not None  # of rows that have it
         return stat.mean
@@ -422,7 +444,7 @@ def best(rows: Sequence[Row], report: CompareReport) -> Row:
     return (min if report.less_is_better else max)(rows, key=value)
 
 
-def spread(value: Stat | None) -> str:
+def describe_spread(value: SeedStatistics | None) -> str:
     if value is None:
         return "-"
     return number(value.mean, 4) + (f" ± {number(value.sd, 2)}" if value.sd is not None else "")
@@ -432,7 +454,7 @@ def spread(value: Stat | None) -> str:
 
 
 @dataclass(frozen=True)
-class Curve:
+class TrainingCurve:
     """One training as far as it has come: rows of its metrics."""
 
     cell: Cell
@@ -440,13 +462,13 @@ class Curve:
     curvature: tuple[Mapping[str, Any], ...] = ()  # with train.hessian
 
 
-def curves(run: RunDir, comparison: Comparison) -> list[Curve]:
+def training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:
     """Return what every training of a comparison has logged on its way."""
-    found = []
+    curves = []
     for cell in (cell for cell in comparison.cells if cell.short is None):
         rows: dict[str, list[Mapping[str, Any]]] = {"epoch": [], "hessian": []}
         for row in run.training(cell.signature).metrics(*rows):
             rows[row["kind"]].append(row)
         if rows["epoch"]:
-            found.append(Curve(cell, tuple(rows["epoch"]), tuple(rows["hessian"])))
-    return found
+            curves.append(TrainingCurve(cell, tuple(rows["epoch"]), tuple(rows["hessian"])))
+    return curves

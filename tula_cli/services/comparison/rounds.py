@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tula_cli.cluster.scripts.printed_metrics import less_is_better
-from tula_cli.models.halving import ranked
+from tula_cli.cluster.scripts.printed_metrics import is_lower_better
+from tula_cli.models.halving import rank_branches
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
@@ -24,12 +24,12 @@ from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.placeholders import names
 from tula_cli.words import number
 
-SHARE = 4
+SHORT_EPOCH_DIVISOR = 4
 """A short training has one epoch for so many of the job's."""
-PLACES = 2
+FULL_ROWS = 2
 """Rows of a batch that the first round takes into the second, beside those that are in it anyway."""
 MAX_DEVIATIONS = 3.0
-COUNTED = ("epochs", "warmup_epochs", "milestones", "after", "patience")
+EPOCH_KEYS = ("epochs", "warmup_epochs", "milestones", "after", "patience")
 """Keys of a job that count epochs of the training, and become shorter with it."""
 
 
@@ -38,7 +38,7 @@ def get_short_epochs(spec: JobSpec) -> int:
     script = spec.script
     if script and (script.length.epochs is None or not {"epochs", "steps", "samples"} & set(names(script.command))):
         return spec.train.epochs
-    return math.ceil(spec.train.epochs / SHARE)
+    return math.ceil(spec.train.epochs / SHORT_EPOCH_DIVISOR)
 
 
 def shorten(spec: JobSpec, epochs: int) -> JobSpec:
@@ -63,9 +63,9 @@ def _scale_counts(value: Any, share: float, counts: bool = False) -> Any:
     """Multiply what counts epochs, and the samples of a ramp's stages; whole numbers are rounded up."""
     if isinstance(value, dict):
         stage = "batch" in value
-        return {k: _scale_counts(v, share, k in COUNTED or (stage and k == "samples")) for k, v in value.items()}
+        return {k: _scale_counts(v, share, k in EPOCH_KEYS or (stage and k == "samples")) for k, v in value.items()}
     if isinstance(value, list):
-        return [_scale_counts(part, share, counts) for part in value]
+        return [_scale_counts(entry, share, counts) for entry in value]
     if not counts or not isinstance(value, int | float):
         return value
     return math.ceil(share * value) if isinstance(value, int) else share * value
@@ -103,7 +103,7 @@ def read_outcome(run: RunDir | Snapshot, cell: Cell, spec: JobSpec) -> Outcome |
     value = summary.metrics.get("eval_loss" if metric == "loss" and not of_script else metric)
     if value is None or (not of_script and "eval_loss" not in summary.metrics):  # the loss was not finite
         return Outcome(cell, None, of_script)
-    loss = value if less_is_better(metric) else -value
+    loss = value if is_lower_better(metric) else -value
     return Outcome(cell, loss, metric, summary.metrics.get("eval_loss", 0.0))
 
 
@@ -141,23 +141,28 @@ def decide_standing(
     if not batches:
         return Standing(comparison.cells)
     outcomes = {cell.signature: read_outcome(run, cell, spec) for cell in comparison.cells}
-    known = {signature: result for signature, result in outcomes.items() if result is not None}
-    parts = [_decide_batch(comparison, batch, known, {*known, *failed}, hours or {}) for batch in sorted(batches)]
-    wanted = {cell.signature for part in parts for cell in part.wanted} | set(known)
-    wanted |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
-    missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted}
+    outcomes_by_signature = {signature: result for signature, result in outcomes.items() if result is not None}
+    standings = [
+        _decide_batch(comparison, batch, outcomes_by_signature, {*outcomes_by_signature, *failed}, hours or {})
+        for batch in sorted(batches)
+    ]
+    wanted_signatures = {cell.signature for standing in standings for cell in standing.wanted} | set(
+        outcomes_by_signature
+    )
+    wanted_signatures |= {cell.signature for cell in comparison.cells if cell.reference or cell.batch not in batches}
+    missing = {(cell.method, cell.batch) for cell in comparison.cells if cell.signature not in wanted_signatures}
     return Standing(
-        tuple(cell for cell in comparison.cells if cell.signature in wanted),
-        tuple(cell for part in parts for cell in part.undecided if cell.signature not in wanted),
-        {row: why for part in parts for row, why in part.reasons.items() if row in missing},
+        tuple(cell for cell in comparison.cells if cell.signature in wanted_signatures),
+        tuple(cell for standing in standings for cell in standing.undecided if cell.signature not in wanted_signatures),
+        {row: why for standing in standings for row, why in standing.reasons.items() if row in missing},
     )
 
 
 def _decide_batch(
     comparison: Comparison,
     batch: int,
-    known: Mapping[str, Outcome],
-    ended: Collection[str],
+    outcomes_by_signature: Mapping[str, Outcome],
+    ended_signatures: Collection[str],
     hours: Mapping[tuple[str, int], float | None],
 ) -> Standing:
     """Return what is trained at one batch.
@@ -166,14 +171,14 @@ def _decide_batch(
     """
 
     def is_waiting(cells: Sequence[Cell]) -> bool:
-        return any(cell.signature not in ended for cell in cells)
+        return any(cell.signature not in ended_signatures for cell in cells)
 
     def rank(cells: Sequence[Cell]) -> list[Outcome]:
-        results = [known[cell.signature] for cell in cells if cell.signature in known]
-        return ranked(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
+        results = [outcomes_by_signature[cell.signature] for cell in cells if cell.signature in outcomes_by_signature]
+        return rank_branches(sorted(results, key=lambda result: result.eval_loss))  # sorting is stable
 
-    def list_cells(methods: Sequence[str], first: int = 0) -> list[Cell]:
-        return [cell for method in methods for cell in full[method][first:]]
+    def list_cells(methods: Sequence[str], first_seed: int = 0) -> list[Cell]:
+        return [cell for method in methods for cell in full[method][first_seed:]]
 
     cells = [cell for cell in comparison.cells if cell.batch == batch and not cell.reference]
     short = [cell for cell in cells if cell.short]
@@ -182,34 +187,34 @@ def _decide_batch(
     sure = [method for method in full if method not in rivals]
     if is_waiting(short):
         dearest = sorted(rivals, key=lambda method: hours.get((method, batch)) or 0.0, reverse=True)
-        return Standing((*short, *list_cells(sure)), tuple(list_cells(dearest[:PLACES])))
+        return Standing((*short, *list_cells(sure)), tuple(list_cells(dearest[:FULL_ROWS])))
 
     results = rank(short)
-    best = [result.cell.method for result in results if not result.diverged][:PLACES]
+    best = [result.cell.method for result in results if not result.diverged][:FULL_ROWS]
     reasons = {}
-    for place, result in enumerate(results, 1):
+    for position, result in enumerate(results, 1):
         if result.cell.method in rivals and result.cell.method not in best:
-            why = f"number {place} of {len(results)}, {result.describe_gap(results[0])}"
+            why = f"number {position} of {len(results)}, {result.describe_gap(results[0])}"
             reasons[result.cell.method, batch] = f"dropped in round 1: {why}"
     rivals = [method for method in best if method in rivals]
     firsts = [full[method][0] for method in (*sure, *rivals)]
-    wanted = [*short, *firsts, *list_cells(sure)]
+    wanted_cells = [*short, *firsts, *list_cells(sure)]
     leader = next(iter(rank(firsts)), None)
     if leader is not None and not is_waiting(firsts):
         sure = list(dict.fromkeys([*sure, leader.cell.method]))
         rivals = [method for method in rivals if method not in sure]
-        wanted += list_cells(sure)
+        wanted_cells += list_cells(sure)
     if leader is None or is_waiting(firsts) or is_waiting(list_cells(sure)):
-        return Standing(tuple(wanted), tuple(list_cells(rivals, first=1)), reasons)
+        return Standing(tuple(wanted_cells), tuple(list_cells(rivals, first_seed=1)), reasons)
     deviation = _pool_deviation(rank(list_cells(sure)))
     for method in rivals:
-        first = known.get(full[method][0].signature)
+        first = outcomes_by_signature.get(full[method][0].signature)
         if first is not None and _is_far_behind(first, leader, deviation):
             spread = "" if deviation is None else f" (standard deviation {number(deviation)})"
             reasons[method, batch] = f"dropped after a seed: {first.describe_gap(leader)}{spread}"
         else:
-            wanted += list_cells([method])
-    return Standing(tuple(wanted), (), reasons)
+            wanted_cells += list_cells([method])
+    return Standing(tuple(wanted_cells), (), reasons)
 
 
 def _pool_deviation(results: Sequence[Outcome]) -> float | None:

@@ -49,9 +49,11 @@ class Variant:
 
     def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a job with the row's settings."""
-        found = {name: dict(part) if isinstance(part, Mapping) else part for name, part in content.items()}
-        override(found, self.settings, {})
-        return found
+        content_ = {
+            name: dict(section) if isinstance(section, Mapping) else section for name, section in content.items()
+        }
+        override(content_, self.settings, {})
+        return content_
 
 
 VARIANTS: dict[str, Variant] = {
@@ -63,11 +65,11 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-def own_row(spec: JobSpec) -> str:
+def row_of_job(spec: JobSpec) -> str:
     """Return the row that trains the job as it is: its method, with what other rows of that method leave out."""
     train = spec.train
-    kept = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
-    settings = {} if train.facts.ramps else kept
+    retained = train.model_dump(mode="json", include={"ramp", "ramp_noise"}, exclude_none=True)
+    settings = {} if train.facts.ramps else retained
     if train.method == REFERENCE and train.lr_scaling != "auto":
         settings = {"lr_scaling": train.lr_scaling, **settings}
     return ":".join([train.method, *(f"train.{name}={json.dumps(value)}" for name, value in settings.items())])
@@ -78,62 +80,64 @@ def known_methods() -> tuple[str, ...]:
     return (*METHODS, *VARIANTS)
 
 
-def split(text: str) -> tuple[str, ...]:
+def split_rows(text: str) -> tuple[str, ...]:
     """Return the rows of `--methods`, which commas part where they stand in no bracket and no quotes."""
-    return tuple(word.strip() for word in _parts(text, ",") if word.strip())
+    return tuple(row_text.strip() for row_text in _split_outside_brackets(text, ",") if row_text.strip())
 
 
-def variant_of(row: str) -> Variant:
+def parse_row(row: str) -> Variant:
     """Return what a row says.
 
     Raises:
         SpecError: its method is none, or a setting is not of that form, none of a row's, without a value, no YAML or there
             twice.
     """
-    name, *rest = _parts(row, ":")
+    name, *rest = _split_outside_brackets(row, ":")
     settings: list[str] = []
-    for part in rest:
-        if _SETTING.match(part.strip()):
-            settings.append(part.strip())
+    for setting in rest:
+        if _SETTING.match(setting.strip()):
+            settings.append(setting.strip())
         elif settings:  # an import string as value
-            settings[-1] += f":{part}"
+            settings[-1] += f":{setting}"
         else:
-            name += f":{part}"
+            name += f":{setting}"
     method = name.strip()
-    own = name.partition(":")[0] not in known_methods() and _IMPORTED.fullmatch(method)
-    if method not in known_methods() and not own:
-        raise _no_method(method, row)
-    found = VARIANTS.get(method, Variant(method))
-    paths = tuple(_setting(row, found, text) for text in settings)
+    is_user_method = name.partition(":")[0] not in known_methods() and _IMPORTED.fullmatch(method)
+    if method not in known_methods() and not is_user_method:
+        raise _unknown_method(method, row)
+    variant = VARIANTS.get(method, Variant(method))
+    paths = tuple(_parse_setting(row, variant, text) for text in settings)
     keys = [text.partition("=")[0] for text in paths]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise SpecError(f"methods: {row!r} sets {twice} twice", "keep one of them")
-    return dataclasses.replace(found, settings=paths)
+    return dataclasses.replace(variant, settings=paths)
 
 
-def _no_method(method: str, row: str) -> SpecError:
-    first = method.partition(":")[0]
-    if first in known_methods():
+def _unknown_method(method: str, row: str) -> SpecError:
+    method_name = method.partition(":")[0]
+    if method_name in known_methods():
         wrong = method.partition(":")[2]
-        return SpecError(f"methods: {row!r}: {wrong!r} is no setting", f"write {first}:KEY=VALUE, as in ags:delta=0.1")
+        return SpecError(
+            f"methods: {row!r}: {wrong!r} is no setting", f"write {method_name}:KEY=VALUE, as in ags:delta=0.1"
+        )
     hint = nearest(method, known_methods()) or f"there are: {', '.join(known_methods())}"
     return SpecError(
         f"methods: {method!r} is no method", f"{hint}; one of your own is written package.module:attribute"
     )
 
 
-def _setting(row: str, variant: Variant, text: str) -> str:
+def _parse_setting(row: str, variant: Variant, text: str) -> str:
     """Return a setting by the full path of its key."""
     key, _, value = text.partition("=")
     if not value.strip():
         raise SpecError(f"methods: {row!r} gives {key} no value", f"write {key}=VALUE; null is the default")
-    own = variant.facts.section
-    if "." not in key and not own:
+    method_section = variant.facts.section
+    if "." not in key and not method_section:
         raise SpecError(
             f"methods: {row!r}: method {variant.method} has no section of its own, so {key} says too little",
             f"name the section: {variant.method}:train.{key}={value} or {variant.method}:optimizer.{key}={value}",
         )
-    path = key if "." in key else f"{own}.{key}"
+    path = key if "." in key else f"{method_section}.{key}"
     section = path.partition(".")[0]
     if section not in SECTIONS:
         raise SpecError(
@@ -147,9 +151,9 @@ def _setting(row: str, variant: Variant, text: str) -> str:
     return f"{path}={value}"
 
 
-def _parts(text: str, mark: str) -> Iterator[str]:
+def _split_outside_brackets(text: str, mark: str) -> Iterator[str]:
     """Yield what a mark parts, where it stands in no bracket and no quotes."""
-    part, depth, quote = "", 0, ""
+    text_part, depth, quote = "", 0, ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
@@ -158,8 +162,8 @@ def _parts(text: str, mark: str) -> Iterator[str]:
         else:
             depth += (letter in _OPENS) - (letter in _CLOSES)
         if letter == mark and depth <= 0 and not quote:
-            yield part
-            part = ""
+            yield text_part
+            text_part = ""
         else:
-            part += letter
-    yield part
+            text_part += letter
+    yield text_part

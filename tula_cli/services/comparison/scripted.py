@@ -61,7 +61,7 @@ def with_lr(section: Mapping[str, Any], script: Script, *, factor: float) -> dic
     return {**section, "reference": {**section["reference"], "lr": lr * factor}}
 
 
-def left_out(script: Script, *, controls: Sequence[str]) -> Iterator[str]:
+def warn_missing(script: Script, *, controls: Sequence[str]) -> Iterator[str]:
     """Say what a comparison of a script lacks."""
     if not takes_lr(script):
         yield f"the controls {' and '.join(controls)} are left out: {_NO_LR}"

@@ -8,7 +8,7 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import adopt
+from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.results import Comparison, JobFile
 from tula_cli.services import compare, status
 from tula_cli.services.compare import ComparePlan, Grid
@@ -16,9 +16,9 @@ from tula_cli.services.comparison import accuracy, scripted, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
 from tula_cli.services.exporting.automatic import beside
-from tula_cli.services.recommendation.beyond.site_charges import billed
-from tula_cli.services.train import part as part_to_train
-from tula_cli.services.waiting import Dependencies, WaitPolicy, allow, doubts_of_new
+from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
+from tula_cli.services.train import part_to_train as part_to_train
+from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
 from tula_cli.spec.job import JobSpec
 
 
@@ -32,20 +32,28 @@ class GridRequest:
     nodes: int | None = None
     controls: bool | None = None
 
-    def grid(self, run: RunDir, spec: JobSpec, known: Comparison | None) -> Grid:
+    def grid(self, run: RunDir, spec: JobSpec, previous: Comparison | None) -> Grid:
         """Return all of it.
 
         Raises:
             BadMeasurements: no batch is given, known or recommended.
             SpecError: a method that is none, or a number below 1.
         """
-        nodes = self.nodes if self.nodes is not None else known.nodes if known else compare.default_nodes(run, spec)
-        batches = self.batches or (known.batches if known else compare.default_batches(run))
+        nodes = (
+            self.nodes if self.nodes is not None else previous.nodes if previous else compare.default_nodes(run, spec)
+        )
+        batches = self.batches or (previous.batches if previous else compare.default_batches(run))
         by_default = True if self.methods else compare.default_control(spec, batches)
-        controls = self.controls if self.controls is not None else known.controls if known else by_default
-        seeds = self.seeds if self.seeds is not None else known.seeds if known else scripted.default_seeds(spec.script)
+        controls = self.controls if self.controls is not None else previous.controls if previous else by_default
+        seeds = (
+            self.seeds
+            if self.seeds is not None
+            else previous.seeds
+            if previous
+            else scripted.default_seeds(spec.script)
+        )
         return Grid(
-            methods=self.methods or (known.methods if known else compare.default_rows(spec, nodes=nodes).methods),
+            methods=self.methods or (previous.methods if previous else compare.default_rows(spec, nodes=nodes).methods),
             batches=batches,
             seeds=seeds,
             nodes=nodes,
@@ -102,40 +110,42 @@ def prepare(
         BadMeasurements: no batch or type of node is given, known or recommended.
         SpecError: a batch cannot be trained, or methods do not go with the job.
     """
-    spec = billed(spec, run.path.parent)
+    spec = with_site_billing(spec, run.path.parent)
     part, _ = part_to_train(run, spec, node_type)
     if part.type is not None:
         yield Note(f"node type {part.type}")
-    known = part.run.comparison()
-    grid = request.grid(part.run, part.spec, known)
-    if request.methods is None and known is None:
+    previous = part.run.comparison()
+    grid = request.grid(part.run, part.spec, previous)
+    if request.methods is None and previous is None:
         yield Note(compare.default_rows(part.spec, nodes=grid.nodes).words)
-    plan = compare.plan(part.run, part.spec, grid, inspect=dependencies.inspect, now=time.time())
+    plan = compare.plan_comparison(part.run, part.spec, grid, inspect=dependencies.inspect, now=time.time())
     for text in plan.warnings:
         yield WarningEvent(text)
     return PreparedComparison(run, spec, part, plan)
 
 
-def known(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Part, Comparison]:
+def load_comparison(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Part, Comparison]:
     """Return what was compared.
 
     Raises:
         BadMeasurements: nothing was.
     """
     part, _ = part_to_train(run, spec, node_type)
-    found = part.run.comparison()
-    if found is None:
+    comparison = part.run.comparison()
+    if comparison is None:
         raise BadMeasurements(f"nothing was compared in {part.run.id} yet", "tula compare job.yaml --batch N,M")
-    return part, found
+    return part, comparison
 
 
-def outcome(part: Part, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
+def comparison_result(part: Part, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
     """Return the table as it is now."""
-    now = status.snapshot(part.run, launcher, now=time.time())
-    return ComparisonResult(accuracy.report(part.run, comparison, part.spec, jobs=now.jobs), now.active())
+    run_status = status.run_status(part.run, launcher, now=time.time())
+    return ComparisonResult(
+        accuracy.build_compare_report(part.run, comparison, part.spec, jobs=run_status.jobs), run_status.active()
+    )
 
 
-def work(
+def run_comparison(
     prepared: PreparedComparison, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
 ) -> Work[ComparisonResult]:
     """Train what is missing, or attach to it where it is under way, and return the table.
@@ -159,14 +169,14 @@ def work(
         _require_waiting(part.spec, wait_policy)
         planned = ComparePlanned(plan)
         yield planned
-        allow(dependencies.confirm, planned)
+        require_confirmed(dependencies.confirm, planned)
     else:
         yield Note("every training of this comparison is finished already")
-    adopt(prepared.run, prepared.spec, [part], file)
+    save_job(prepared.run, prepared.spec, [part], file)
     part.run.write_comparison(plan.comparison)
     if plan.missing:
         yield from _train(part, plan, launcher, dependencies, wait_policy)
-    return outcome(part, plan.comparison, launcher)
+    return comparison_result(part, plan.comparison, launcher)
 
 
 def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
@@ -189,13 +199,13 @@ def _train(
     run = part.run
     try:
         if part.spec.cluster.kind == "local":
-            one_by_one = trainings.one_by_one(run, plan, launcher, inspect=dependencies.inspect)
+            one_by_one = trainings.train_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
             yield from beside(run, None, map(ComparisonProgress, one_by_one))
             return
         tried: set[str] = set()
         while plan.missing:
             jobs = yield from _submit(run, plan, launcher, dependencies)
-            if not wait_policy.waits(part.spec):
+            if not wait_policy.should_wait(part.spec):
                 if plan.standing.undecided:
                     yield Note("the same command starts the next round once these trainings have ended")
                 return
@@ -211,7 +221,7 @@ def _train(
 
 def _submit(run: RunDir, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
     yield Note(f"submitting {words.plural(len(plan.missing), 'training')}")
-    jobs = trainings.submit_all(run, plan, launcher, inspect=dependencies.inspect)
-    yield from doubts_of_new(run, launcher, jobs, [], plan.spec)
+    jobs = trainings.submit_cells(run, plan, launcher, inspect=dependencies.inspect)
+    yield from warn_new_jobs(run, launcher, jobs, [], plan.spec)
     yield Note(f"{words.plural(len(jobs), 'training')} under way")
     return jobs

@@ -13,24 +13,24 @@ from tula_cli.run.records.results import Cell
 from tula_cli.services import status as services_status
 from tula_cli.services import train
 from tula_cli.services.compare import (
-    A_START,
     ENDED,
+    START_SECONDS,
     ComparePlan,
     Inspect,
-    cell_plan,
-    durations,
     expected_hours,
-    has_ended,
-    once,
+    inspect_once,
+    is_cell_ended,
+    mean_hours_by_row,
+    plan_cell,
     total_hours,
 )
 from tula_cli.services.comparison import rounds
 from tula_cli.services.progress import job_status
-from tula_cli.services.progress.ending import report
+from tula_cli.services.progress.ending import load_summary
 from tula_cli.services.progress.job_status import JobStatus, TrainingStatus
 from tula_cli.services.status import RunStatus
 
-HOPELESS = 3
+MAX_FIRST_FAILURES = 3
 """Failures after which a comparison ends of which no training has worked."""
 
 
@@ -55,28 +55,28 @@ class Progress:
     undecided: int = 0  # of the total
 
 
-def submit(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
+def submit_cell(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
     """Submit the training of a cell, or find it under way. Returns the job's id.
 
     Raises:
         TulaError: the user's code has changed since the comparison was planned.
     """
-    planned = cell_plan(run, plan.spec, cell, inspect)
+    planned = plan_cell(run, plan.spec, cell, inspect)
     if planned.task.signature != cell.signature:
         raise TulaError(
             "the code that the job names has changed since the comparison was started",
             "run the same command again to compare with the code as it is now",
         )
-    return train.start(run, planned, launcher)
+    return train.submit_training(run, planned, launcher)
 
 
-def submit_all(run: RunDir, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
+def submit_cells(run: RunDir, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
     """Submit everything that is missing, in the order of its worth; a scheduler runs it side by side."""
-    inspect = functools.partial(once, inspect, {})
-    return [submit(run, plan, cell, launcher, inspect=inspect) for cell in plan.missing]
+    inspect = functools.partial(inspect_once, inspect, {})
+    return [submit_cell(run, plan, cell, launcher, inspect=inspect) for cell in plan.missing]
 
 
-def one_by_one(
+def train_one_by_one(
     run: RunDir,
     plan: ComparePlan,
     launcher: Launcher,
@@ -98,46 +98,48 @@ def one_by_one(
     Raises:
         JobFailed: the first trainings have all failed.
     """
-    inspect = functools.partial(once, inspect, {})
+    inspect = functools.partial(inspect_once, inspect, {})
     began, waiting, failed, tried = clock(), list(plan.missing), 0, set[str]()
     ended_before = len(plan.standing.wanted) - len(waiting)
     while waiting:
-        hours = _hours_now(run, plan)
+        hours = _expected_hours_now(run, plan)
         expected = total_hours(waiting[:1], hours)
         if seconds is not None and clock() - began + 3600 * (expected or 0.0) > seconds:
             return
         cell = waiting.pop(0)
         tried.add(cell.signature)
-        rest = total_hours((*waiting, *plan.standing.undecided), hours)
-        job, submitted = submit(run, plan, cell, launcher, inspect=inspect), clock()
-        done = ended_before + len(tried) - 1 - failed
+        other_hours = total_hours((*waiting, *plan.standing.undecided), hours)
+        job, submitted = submit_cell(run, plan, cell, launcher, inspect=inspect), clock()
+        finished = ended_before + len(tried) - 1 - failed
         describe = _describe_progress(plan)
-        for now in services_status.watch(run, launcher, [job]):
-            waits = _waits(now, job) if clock() - submitted > A_START else ""
-            left = _left(now, job, expected, rest)
-            yield describe(done, failed, cell, now.training, left, running=1, waits=waits)
-        problem = _problem(run, cell)
+        for run_status in services_status.watch_jobs(run, launcher, [job]):
+            waits = _describe_waiting(run_status, job) if clock() - submitted > START_SECONDS else ""
+            remaining = _remaining_seconds(run_status, job, expected, other_hours)
+            yield describe(finished, failed, cell, run_status.training, remaining, running=1, waits=waits)
+        problem = _describe_failure(run, cell)
         failed += bool(problem)
-        if failed == HOPELESS and failed == len(tried) + ended_before:
+        if failed == MAX_FIRST_FAILURES and failed == len(tried) + ended_before:
             raise JobFailed(
                 f"the first {failed} trainings have all failed: {problem}", "tula logs shows what they said"
             )
         if plan.comparison.has_rounds:
             plan = advance_plan(run, plan, tried)
             waiting = list(plan.missing)
-            rest = total_hours((*waiting, *plan.standing.undecided), _hours_now(run, plan))
+            other_hours = total_hours((*waiting, *plan.standing.undecided), _expected_hours_now(run, plan))
         yield _describe_progress(plan)(
-            done + (not problem), failed, None, None, _seconds(rest), ended=cell, problem=problem
+            finished + (not problem), failed, None, None, _seconds(other_hours), ended=cell, problem=problem
         )
-        if run.cancelled(job):  # the user wants an end, not the next one
+        if run.is_cancelled(job):  # the user wants an end, not the next one
             return
 
 
 def advance_plan(run: RunDir, plan: ComparePlan, tried: Collection[str]) -> ComparePlan:
     """Return the plan after the trainings that have ended since: what they decide, without what this call has tried."""
-    unfinished = [cell for cell in plan.comparison.cells if not has_ended(run, cell)]
+    unfinished = [cell for cell in plan.comparison.cells if not is_cell_ended(run, cell)]
     failed = {cell.signature for cell in unfinished} & set(tried)
-    standing = rounds.decide_standing(run, plan.comparison, plan.spec, failed=failed, hours=_hours_now(run, plan))
+    standing = rounds.decide_standing(
+        run, plan.comparison, plan.spec, failed=failed, hours=_expected_hours_now(run, plan)
+    )
     missing = tuple(cell for cell in standing.wanted if cell in unfinished and cell.signature not in tried)
     return dataclasses.replace(plan, standing=standing, missing=missing)
 
@@ -149,34 +151,43 @@ def _describe_progress(plan: ComparePlan) -> Callable[..., Progress]:
     return functools.partial(Progress, plan.standing.at_most, round=number, undecided=undecided)
 
 
-def _waits(now: RunStatus, job: str) -> str:
-    return next((found.reason for found in now.jobs if found.id == job and found.state == "queued"), "")
+def _describe_waiting(run_status: RunStatus, job: str) -> str:
+    return next(
+        (job_status.reason for job_status in run_status.jobs if job_status.id == job and job_status.state == "queued"),
+        "",
+    )
 
 
-def _hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
+def _expected_hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
     """Return the expected hours of each row by what has been trained since the plan was made."""
-    took = durations(run, plan.comparison)
-    known = {row: hours for row, hours in plan.hours.items() if hours is not None}
-    return {row: took.get(row) or (expected_hours(row, took, {}) if took else known.get(row)) for row in plan.hours}
+    took = mean_hours_by_row(run, plan.comparison)
+    known_hours = {row: hours for row, hours in plan.hours.items() if hours is not None}
+    return {
+        row: took.get(row) or (expected_hours(row, took, {}) if took else known_hours.get(row)) for row in plan.hours
+    }
 
 
-def _left(now: RunStatus, job: str, expected: float | None, rest: float | None) -> float | None:
+def _remaining_seconds(
+    run_status: RunStatus, job: str, expected: float | None, other_hours: float | None
+) -> float | None:
     """Return the seconds left of all: what the training says of itself, and what is expected of the others."""
-    own = now.training.eta if now.training is not None and now.training.job == job else None
-    elapsed = next((found.elapsed or 0.0 for found in now.jobs if found.id == job), 0.0)
-    if own is None and expected is not None:
-        own = max(0.0, 3600 * expected - elapsed)
-    return None if own is None or rest is None else own + 3600 * rest
+    own_seconds = (
+        run_status.training.eta if run_status.training is not None and run_status.training.job == job else None
+    )
+    elapsed = next((job_status.elapsed or 0.0 for job_status in run_status.jobs if job_status.id == job), 0.0)
+    if own_seconds is None and expected is not None:
+        own_seconds = max(0.0, 3600 * expected - elapsed)
+    return None if own_seconds is None or other_hours is None else own_seconds + 3600 * other_hours
 
 
 def _seconds(hours: float | None) -> float | None:
     return None if hours is None else 3600 * hours
 
 
-def _problem(run: RunDir, cell: Cell) -> str:
+def _describe_failure(run: RunDir, cell: Cell) -> str:
     """Return why a training has failed; empty where it has not, though it may have diverged."""
     try:
-        report(run, cell.signature)
+        load_summary(run, cell.signature)
     except Diverged:
         return ""
     except TulaError as error:
@@ -190,22 +201,24 @@ def wait_for_all(
     """Watch jobs that a scheduler runs side by side until all have ended."""
     cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
     over, describe = set[str](), _describe_progress(plan)
-    for now in services_status.watch(run, launcher, jobs, timeout=timeout):
-        states = {job.id: job for job in now.jobs if job.id in cells}
+    for run_status in services_status.watch_jobs(run, launcher, jobs, timeout=timeout):
+        states = {job.id: job for job in run_status.jobs if job.id in cells}
         # What is lost at a first look may be on its way; the table tells in the end.
         going_on = (*job_status.ACTIVE, "lost")
-        ended = [job for job in jobs if job in states and states[job].state not in going_on and job not in over]
+        newly_ended = [job for job in jobs if job in states and states[job].state not in going_on and job not in over]
         running = sum(job.state == "running" for job in states.values())
         count = functools.partial(_counts, run, plan)
-        for job in ended:
+        for job in newly_ended:
             over.add(job)
-            done, failed = count(states)
+            finished, failed = count(states)
             cell = cells[job]
-            yield describe(done, failed, None, None, None, running, ended=cell, problem=_problem(run, cell))
-        done, failed = count(states)
-        yield describe(done, failed, None, None, None, running)
+            yield describe(
+                finished, failed, None, None, None, running, ended=cell, problem=_describe_failure(run, cell)
+            )
+        finished, failed = count(states)
+        yield describe(finished, failed, None, None, None, running)
 
 
 def _counts(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
-    done = sum(has_ended(run, cell) for cell in plan.standing.wanted)
-    return done, sum(job.state in ENDED for job in states.values())
+    finished = sum(is_cell_ended(run, cell) for cell in plan.standing.wanted)
+    return finished, sum(job.state in ENDED for job in states.values())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import open_to_add
+from tula_cli.run.files import open_to_append
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting.destination import FOLDER
@@ -43,7 +43,7 @@ class Beside:
 
     def _start(self, *how: str) -> None:
         words = [sys.executable, "-m", "tula_cli.services.exporting", str(self.run.path.absolute()), "command", *how]
-        with open_to_add(self.log) as log:
+        with open_to_append(self.log) as log:
             self.process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
             )

@@ -12,7 +12,7 @@ from tula_cli import words
 from tula_cli.cluster import launcher
 from tula_cli.errors import Interruption, SpecError, TrackerError
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import begun
+from tula_cli.run.jobfile import parts_with_data
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.exporting.destination import Destination, destination
@@ -155,7 +155,7 @@ def export(
         Interruption: Ctrl-C while it follows.
     """
     spec = run.spec()
-    parts = begun(run, spec)
+    parts = parts_with_data(run, spec)
     asks = active or _seldom(status_of)
     targets = [_target(run, spec, parts, one, every, reports) for one in trackers]
     with ExitStack() as held:
@@ -249,7 +249,7 @@ def _name(run: RunDir, part: Part) -> str:
 def status_of(part: Part) -> bool:
     """Return whether a job of a part is queued or running; the scheduler is asked."""
     own = launcher.launcher_for(part.spec, submits=False)
-    return status.snapshot(part.run, own, now=time.time()).active()
+    return status.run_status(part.run, own, now=time.time()).active()
 
 
 def _seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
@@ -258,7 +258,7 @@ def _seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
 
     def asked_of(part: Part) -> bool:
         at, answer = known.get(part.run.path, (float("-inf"), False))
-        pause = status.poll(part.spec.cluster.kind)[0]
+        pause = status.poll_interval(part.spec.cluster.kind)[0]
         if time.monotonic() - at >= pause:
             at, answer = time.monotonic(), ask(part)
             known[part.run.path] = at, answer

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tula_cli.cluster.relaunch import ALLOCATION_LOST, leaves_allocation
+from tula_cli.cluster.relaunch import ALLOCATION_LOST, needs_new_allocation
 from tula_cli.errors import TrackerError
 from tula_cli.run.directory import Part
-from tula_cli.run.files import cannot_write, make_folder
+from tula_cli.run.files import make_folder, write_error
 from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
@@ -88,7 +88,7 @@ class Session:
         try:
             make_folder(self.record.parent)
         except OSError as error:
-            raise cannot_write(self.record.parent, error) from error
+            raise write_error(self.record.parent, error) from error
         owner = (
             self._lock.acquire() and self._lock.acquire()
         )  # the first takes over what a process that ended left behind
@@ -250,5 +250,5 @@ def _is_moving(look: Snapshot, tasks: Sequence[TrainTask]) -> bool:
     if not attempts or attempts[-1].outcome is None or attempts[-1].task != newest.id:
         return True
     outcome = attempts[-1].outcome
-    elsewhere = outcome in (*ALLOCATION_LOST, "signal", "disk") or leaves_allocation(outcome, newest.spec.cluster)
+    elsewhere = outcome in (*ALLOCATION_LOST, "signal", "disk") or needs_new_allocation(outcome, newest.spec.cluster)
     return elsewhere and not look.cancelled_by(newest.job)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import cannot_read, listing, open_file, read_record, write_record
+from tula_cli.run.files import list_files, open_file, read_error, read_record, write_record
 from tula_cli.run.records.base import Record
 
 
@@ -42,7 +42,7 @@ def read(path: Path) -> Sent | None:
 
 def problems(folder: Path) -> list[str]:
     """Return what is wrong with trackers that a run is sent to, by what was written down in its folder of exports."""
-    found = [read(path) for path in listing(folder)]
+    found = [read(path) for path in list_files(folder)]
     return [
         f"export to {one.to}: {one.problem}; tula export sends what was missed" for one in found if one and one.problem
     ]
@@ -75,7 +75,7 @@ def rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise cannot_read(path, error) from error
+        raise read_error(path, error) from error
     if lines and not lines[-1].endswith(b"\n"):  # still being written
         lines.pop()
     rows = [row for row in map(_row, lines) if row]

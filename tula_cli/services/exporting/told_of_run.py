@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.directory import Part
 from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -178,7 +178,7 @@ def of_probe(result: Result, name: str, parent: str, *, at: float) -> Told:
 
 def probe_numbers(probe: Measured) -> dict[str, float]:
     """Return what a step of a probe took: seconds, samples a second, bytes of one GPU, joules; what is not known is absent."""
-    step, gradients = centre(probe.step_times), probe.gradients
+    step, gradients = trimmed_mean(probe.step_times), probe.gradients
     told = {
         "step_time": step,
         "samples_per_second": probe.batch / step,

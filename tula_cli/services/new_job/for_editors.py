@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 from tula_cli.errors import SpecError
-from tula_cli.run.files import FOR_ALL, write_atomic
+from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 from tula_cli.spec.schema.json_schema import Kind, json_schema
 
-BESIDE_A_JOB = Path(".tula", "job.schema.json")
+SCHEMA_PATH = Path(".tula", "job.schema.json")
 """Relative to the folder of the job: it is found without a network, from any machine, and hidden files are no part of the code
 that a run holds."""
-_OURS = '"$id": "urn:tula:'
+_TULA_SCHEMA = '"$id": "urn:tula:'
 
 
 def schema_text(kind: Kind) -> str:
@@ -29,12 +29,12 @@ def write_schema(kind: Kind, path: Path) -> None:
         SpecError: the file is there, and no schema of tula's.
         CannotWrite: it cannot be written.
     """
-    if path.is_dir() or (path.exists() and _OURS not in _beginning(path)):
+    if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
         raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it, or name another file")
-    write_atomic(path, schema_text(kind), mode=FOR_ALL)
+    write_atomic(path, schema_text(kind), mode=MODE_FOR_ALL)
 
 
-def _beginning(path: Path) -> str:
+def _read_beginning(path: Path) -> str:
     try:
         with path.open("rb") as file:
             return file.read(400).decode(errors="replace")
@@ -42,7 +42,7 @@ def _beginning(path: Path) -> str:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
 
 
-def line_for_editors(schema: Path) -> str:
+def schema_comment(schema: Path) -> str:
     """Return the first line of a YAML file by which an editor's language server finds the schema.
 
     Args:
@@ -61,5 +61,5 @@ def with_schema(text: str, job: Path) -> str:
     Raises:
         SpecError, CannotWrite: as of `write_schema`.
     """
-    write_schema("job", job.parent / BESIDE_A_JOB)
-    return f"{line_for_editors(BESIDE_A_JOB)}\n{text}"
+    write_schema("job", job.parent / SCHEMA_PATH)
+    return f"{schema_comment(SCHEMA_PATH)}\n{text}"

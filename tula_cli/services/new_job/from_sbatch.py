@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tula_cli.cluster.slurm.partitions import (
-    Setting,
     Site,
+    TemplateLine,
     measuring_settings,
     parse_gres,
     parse_minutes,
-    word,
+    quote_word,
     write_settings,
 )
 from tula_cli.errors import SpecError
@@ -23,7 +23,7 @@ from tula_cli.services.new_job.from_command import (
     shell_settings,
     with_batches,
     with_length,
-    written_around,
+    write_job_around,
 )
 from tula_cli.spec.scripts.command_text import training_command
 from tula_cli.spec.scripts.launchers import NODES, Known, Unknown, slurm_options
@@ -76,10 +76,10 @@ class _Request:
         Raises:
             Unknown: SLURM chooses it.
         """
-        tasks, each = self.count("ntasks"), self.count("ntasks_per_node")
+        tasks, tasks_per_node = self.count("ntasks"), self.count("ntasks_per_node")
         if "nodes" in self.options or self.answered:
             return self.answered or self.count("nodes")
-        if tasks > 1 and not each:
+        if tasks > 1 and not tasks_per_node:
             written = self.options["ntasks"].written
             raise Unknown(
                 f"#SBATCH {written} does not say on how many nodes they are",
@@ -87,7 +87,7 @@ class _Request:
                 key=NODES,
                 question=f"on how many nodes are the tasks of #SBATCH {written}?",
             )
-        return max(1, math.ceil(tasks / each)) if each else 1
+        return max(1, math.ceil(tasks / tasks_per_node)) if tasks_per_node else 1
 
     @property
     def tasks_per_node(self) -> int:
@@ -97,8 +97,8 @@ class _Request:
     @property
     def gpus(self) -> tuple[int, str, str]:
         """GPUs of a node, their type, and the form in which they are asked for; 0: none are."""
-        ways = (("gres", 1), ("gpus_per_node", 1), ("gpus_per_task", self.tasks_per_node), ("gpus", 1 / self.nodes))
-        for name, times in ways:
+        forms = (("gres", 1), ("gpus_per_node", 1), ("gpus_per_task", self.tasks_per_node), ("gpus", 1 / self.nodes))
+        for name, times in forms:
             text = self.text(name)
             gpus = parse_gres(text if name == "gres" else f"gpu:{text}") if text else ()
             if gpus:
@@ -108,10 +108,12 @@ class _Request:
 
     @property
     def other_resources(self) -> str:
-        return ",".join(part for part in self.text("gres").split(",") if part and not part.startswith("gpu"))
+        return ",".join(
+            resource for resource in self.text("gres").split(",") if resource and not resource.startswith("gpu")
+        )
 
 
-def from_sbatch(
+def job_from_sbatch(
     text: str, source: str, offered: Site | None = None, *, answers: Mapping[str, str] | None = None
 ) -> FromCommand:
     """Return a commented job file for a script of sbatch.
@@ -126,16 +128,16 @@ def from_sbatch(
         Unknown: the script does not tell for certain what can be asked.
         SpecError: the script cannot be used; the message names the line.
     """
-    known = Known(answers or {})
-    request = replace(_read_request(text), answered=known.answer(NODES) or 0)
+    recognised_ = Known(answers or {})
+    request = replace(_read_request(text), answered=recognised_.answer(NODES) or 0)
     _check_folder(request)
     gpus, _, _ = request.gpus
-    known = replace(known, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
-    command = training_command(text, keeps_setup=True, variables=_variables(request))
-    recognised = with_length(recognise_command(command, known), answers)
-    request = replace(request, options={**_of_jobs(recognised.slurm), **request.options})
+    recognised_ = replace(recognised_, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
+    command = training_command(text, keeps_setup=True, variables=_slurm_variables(request))
+    recognised = with_length(recognise_command(command, recognised_), answers)
+    request = replace(request, options={**_options_of_srun(recognised.slurm), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
-    written = written_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
+    written = write_job_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
     written = write_settings(written, [*_settings(request, recognised, offered), *shell_settings(recognised)])
     left_out = [
         f"{option.written}: tula decides it for each of its jobs"
@@ -147,7 +149,7 @@ def from_sbatch(
         with_batches(written, recognised),
         recognised,
         missing(recognised),
-        (*recognised.warnings, *_doubts(request, recognised)),
+        (*recognised.warnings, *_sbatch_warnings(request, recognised)),
     )
 
 
@@ -159,12 +161,12 @@ def _read_request(text: str) -> _Request:
         if not (match := re.match(r"#SBATCH\s+(.*)", line)):
             continue
         try:
-            words = [Word(each, each) for each in shlex.split(match[1], comments=True)]
+            arguments = [Word(argument, argument) for argument in shlex.split(match[1], comments=True)]
         except ValueError as error:
             raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
-        known, rest = slurm_options(words)
-        if rest:
-            raise SpecError(f"line {number}: {rest[0].text!r} is no option of sbatch", "correct the line")
+        known, other_words = slurm_options(arguments)
+        if other_words:
+            raise SpecError(f"line {number}: {other_words[0].text!r} is no option of sbatch", "correct the line")
         options |= known
     return _Request(options)
 
@@ -177,7 +179,7 @@ def _check_folder(request: _Request) -> None:
         )
 
 
-def _variables(request: _Request) -> dict[str, str]:
+def _slurm_variables(request: _Request) -> dict[str, str]:
     """Return the variables that SLURM sets in the script's job, as far as they follow from what it asks for."""
     gpus, _, _ = request.gpus
     tasks = request.tasks_per_node
@@ -193,51 +195,58 @@ def _variables(request: _Request) -> dict[str, str]:
     return {name: str(value) for name, value in {**counts, **texts}.items() if value}
 
 
-def _of_jobs(options: Mapping[str, Option]) -> dict[str, Option]:
+def _options_of_srun(options: Mapping[str, Option]) -> dict[str, Option]:
     """Return what srun was asked for and the #SBATCH lines may not say."""
     names = {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
     return {name: option for name, option in options.items() if name in names}
 
 
-def _others(options: Mapping[str, Option]) -> dict[str, str | bool]:
+def _extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
     """Return the options that are no settings of cluster.slurm, as section `extra` has them."""
     names = options.keys() - {*_SETTINGS, *_SIZES, *_LEFT_OUT}
     return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
 
 
-def _settings(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[Setting]:
+def _settings(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[TemplateLine]:
     for name, key in _SETTINGS.items():
         if text := request.text(name):
-            yield Setting(f"cluster.slurm.{key}", word(text), f"--{name.replace('_', '-')}")
+            yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
     gpus, kind, form = request.gpus
-    yield Setting("cluster.slurm.gpus", form, "how the script asks for them" if gpus else "the script asks for none")
+    yield TemplateLine(
+        "cluster.slurm.gpus", form, "how the script asks for them" if gpus else "the script asks for none"
+    )
     if kind:
-        yield Setting("cluster.slurm.gpu_type", word(kind))
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind))
     ranks = recognised.gpus_per_node or 1
-    yield Setting("cluster.gpus_per_node", str(ranks))
-    if each := request.count("cpus_per_gpu"):
-        yield Setting("cluster.slurm.cpus_per_task", str(each), "a rank, --cpus-per-gpu")
+    yield TemplateLine("cluster.gpus_per_node", str(ranks))
+    if cpus_per_gpu := request.count("cpus_per_gpu"):
+        yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus_per_gpu), "a rank, --cpus-per-gpu")
     elif cpus := request.count("cpus_per_task"):
         of_rank = max(1, cpus * request.tasks_per_node // ranks)
-        yield Setting("cluster.slurm.cpus_per_task", str(of_rank), f"a rank: --cpus-per-task {cpus}, {plural(request.tasks_per_node, 'task')} per node")  # fmt: skip
+        yield TemplateLine("cluster.slurm.cpus_per_task", str(of_rank), f"a rank: --cpus-per-task {cpus}, {plural(request.tasks_per_node, 'task')} per node")  # fmt: skip
     exclusive = "exclusive" in request.options
-    yield Setting(
+    yield TemplateLine(
         "cluster.slurm.exclusive",
         str(exclusive).lower(),
         "whole nodes" if exclusive else "as in the script; true: whole nodes, whose times no neighbour spoils",
     )
-    extra = _others(request.options) | ({"gres": other} if (other := request.other_resources) else {})
-    for key, others, command in (("extra", extra, "sbatch"), ("srun_extra", _others(recognised.slurm), "srun")):
-        if others:
-            yield Setting(f"cluster.slurm.{key}", json.dumps(others), f"other options of {command}")
-    yield from _measuring(request, offered)
+    extra = _extra_options(request.options) | (
+        {"gres": other_resources} if (other_resources := request.other_resources) else {}
+    )
+    for key, extra_options, command in (
+        ("extra", extra, "sbatch"),
+        ("srun_extra", _extra_options(recognised.slurm), "srun"),
+    ):
+        if extra_options:
+            yield TemplateLine(f"cluster.slurm.{key}", json.dumps(extra_options), f"other options of {command}")
+    yield from _measuring_settings(request, offered)
 
 
-def _measuring(request: _Request, offered: Site | None) -> Iterator[Setting]:
+def _measuring_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
     """Yield what is searched, and for how long jobs may run."""
     limit = parse_minutes(request.text("time"))
     if limit:
-        yield Setting(
+        yield TemplateLine(
             "cluster.slurm.minutes", str(limit), f"time limit of a training job, --time {request.text('time')}"
         )
     partition = next((p for p in offered.partitions if p.name == request.text("partition")), None) if offered else None
@@ -247,7 +256,7 @@ def _measuring(request: _Request, offered: Site | None) -> Iterator[Setting]:
     yield from measuring_settings(nodes, minutes, f"around the script's {request.nodes}")
 
 
-def _doubts(request: _Request, recognised: Recognised) -> Iterator[str]:
+def _sbatch_warnings(request: _Request, recognised: Recognised) -> Iterator[str]:
     gpus, _, _ = request.gpus
     ranks = recognised.gpus_per_node or 1
     if not request.options:

@@ -12,7 +12,7 @@ from tula_cli.words import plural
 _NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
 
 
-def from_template(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
+def job_from_template(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
     """Return the text of a commented job spec.
 
     Args:
@@ -25,11 +25,13 @@ def from_template(kind: Literal["local", "slurm"], offered: Site | None = None, 
     """
     text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
     if kind == "slurm":
-        return text if offered is None else site.fill_in(text, offered)
+        return text if offered is None else site.fill_template(text, offered)
     if gpus < 1:
         return text
-    return _NODES_HERE.sub(f"  nodes: {_doublings(gpus)} # here a node is a GPU: {plural(gpus, 'GPU')}", text, count=1)
+    return _NODES_HERE.sub(
+        f"  nodes: {_powers_of_two(gpus)} # here a node is a GPU: {plural(gpus, 'GPU')}", text, count=1
+    )
 
 
-def _doublings(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_cli.cluster.slurm.site_facts import SiteFacts, ask_all
+from tula_cli.cluster.slurm.site_facts import SiteFacts, ask_site_facts
 from tula_cli.errors import JobFailed, SchedulerError, SpecError, TulaError
-from tula_cli.services.node_check.site_file import SiteSettings, as_job, file_findings, read_site
+from tula_cli.services.node_check.site_file import SiteSettings, file_findings, job_of_site, read_site
 from tula_cli.services.node_check.site_finding import SiteFinding
 from tula_cli.services.node_check.site_jobs import job_findings
 from tula_cli.services.node_check.site_scheduler import command_findings, setting_findings
@@ -27,7 +27,7 @@ class SiteCheck:
 
     @property
     def problems(self) -> tuple[SiteFinding, ...]:
-        return tuple(found for found in self.findings if found.verdict == "problem")
+        return tuple(finding for finding in self.findings if finding.verdict == "problem")
 
     def require_sound(self) -> None:
         """Refuse settings with which jobs fail, or are refused.
@@ -39,8 +39,8 @@ class SiteCheck:
         """
         if not self.problems:
             return
-        source = next(source for source in _ERRORS if any(found.source == source for found in self.problems))
-        names = ", ".join(dict.fromkeys(found.about for found in self.problems))
+        source = next(source for source in _ERRORS if any(finding.source == source for finding in self.problems))
+        names = ", ".join(dict.fromkeys(finding.about for finding in self.problems))
         raise _ERRORS[source](
             f"{', '.join(map(str, self.files))}: {plural(len(self.problems), 'problem')} ({names})",
             "mend what is said above, and check again",
@@ -52,7 +52,7 @@ def check_site(
     *,
     run_setup: bool = False,
     environ: Mapping[str, str] = os.environ,
-    ask: Callable[[], SiteFacts] = ask_all,
+    ask: Callable[[], SiteFacts] = ask_site_facts,
 ) -> SiteCheck:
     """Check site settings; submits nothing.
 
@@ -66,16 +66,16 @@ def check_site(
         SpecError: there is no file, or it cannot be read or is no YAML.
     """
     site = read_site(file, environ=environ)
-    return SiteCheck(site.files, site.keys, tuple(_findings(site, ask, run_setup=run_setup)))
+    return SiteCheck(site.files, site.keys, tuple(_site_findings(site, ask, run_setup=run_setup)))
 
 
-def _findings(site: SiteSettings, ask: Callable[[], SiteFacts], *, run_setup: bool) -> Iterator[SiteFinding]:
+def _site_findings(site: SiteSettings, ask: Callable[[], SiteFacts], *, run_setup: bool) -> Iterator[SiteFinding]:
     yield from file_findings(site)
     try:
-        spec = as_job(site)
+        spec = job_of_site(site)
     except SpecError:  # told by what it is above; what it asks for is not known
         return
-    if not any(own.cluster.kind == "slurm" for own in spec.by_type().values()):
+    if not any(job.cluster.kind == "slurm" for job in spec.by_type().values()):
         return
     facts = ask()
     yield from command_findings(facts)

@@ -45,9 +45,9 @@ class SiteSettings:
 
     def origin(self, path: str) -> str:
         """Return the file that sets a key, or something of a section; the strongest where none does."""
-        own = [file for key, file in self.origins.items() if key == path or key.startswith((f"{path}.", f"{path}["))]
+        files = [file for key, file in self.origins.items() if key == path or key.startswith((f"{path}.", f"{path}["))]
         outer = [file for key, file in self.origins.items() if path.startswith((f"{key}.", f"{key}["))]
-        return next(iter([*own, *outer]), str(self.files[-1]))
+        return next(iter([*files, *outer]), str(self.files[-1]))
 
 
 def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> SiteSettings:
@@ -69,12 +69,12 @@ def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> 
         )
     content: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for one in files:
-        merge(content, read_yaml(one), origins, source=str(one))
+    for settings_file in files:
+        merge(content, read_yaml(settings_file), origins, source=str(settings_file))
     return SiteSettings(files, content, origins)
 
 
-def as_job(site: SiteSettings) -> JobSpec:
+def job_of_site(site: SiteSettings) -> JobSpec:
     """Return any job of the site, as its settings make it.
 
     Raises:
@@ -94,8 +94,8 @@ def as_job(site: SiteSettings) -> JobSpec:
 def file_findings(site: SiteSettings) -> Iterator[SiteFinding]:
     """Yield whether the files can be read by all, and whether keys and values are those of a job."""
     for file in site.files:
-        yield from _readable(file)
-    yield from _relative(site)
+        yield from _readable_findings(file)
+    yield from _relative_path_findings(site)
     if "cluster.slurm" in site.sections and "cluster.kind" not in site.keys:
         yield warning(
             "cluster.kind",
@@ -103,26 +103,26 @@ def file_findings(site: SiteSettings) -> Iterator[SiteFinding]:
             "set kind: slurm for all",
         )
     try:
-        as_job(site)
+        job_of_site(site)
     except SpecError as error:
         several = len(site.files) > 1
-        for found in error.problems:
-            where = f", in {site.origin(found.path)}" if several else ""
-            yield problem(found.path, f"{found.message}{where}", found.hint)
+        for problem_ in error.problems:
+            where = f", in {site.origin(problem_.path)}" if several else ""
+            yield problem(problem_.path, f"{problem_.message}{where}", problem_.hint)
     else:
         for file in site.files:
-            own = [key for key, source in site.origins.items() if source == str(file)]
-            yield ok(str(file), f"{plural(len(own), 'setting')}, all of keys that a job has")
+            keys_of_file = [key for key, source in site.origins.items() if source == str(file)]
+            yield ok(str(file), f"{plural(len(keys_of_file), 'setting')}, all of keys that a job has")
 
 
-def _readable(file: Path) -> Iterator[SiteFinding]:
+def _readable_findings(file: Path) -> Iterator[SiteFinding]:
     if file.is_relative_to(Path("~").expanduser()) or not file.is_file():
         return
     if not file.stat().st_mode & stat.S_IROTH:
         yield warning(str(file), "not everybody may read it, and who may not can load no job", f"chmod a+r {file}")
 
 
-def _relative(site: SiteSettings) -> Iterator[SiteFinding]:
+def _relative_path_findings(site: SiteSettings) -> Iterator[SiteFinding]:
     """Yield paths that mean another file in each user's folder."""
     slurm = site.content.get("cluster") or {}
     slurm = (slurm.get("slurm") if isinstance(slurm, dict) else None) or {}
@@ -130,9 +130,9 @@ def _relative(site: SiteSettings) -> Iterator[SiteFinding]:
         path = slurm.get(key) if isinstance(slurm, dict) else None
         if not isinstance(path, str):
             continue
-        whole = Path(path).expanduser()
+        expanded = Path(path).expanduser()
         about = f"cluster.slurm.{key}"
-        if not whole.is_absolute():
+        if not expanded.is_absolute():
             yield warning(about, f"{path!r} is looked for in the folder that each user is in", "write an absolute path")
-        elif not whole.is_file():
+        elif not expanded.is_file():
             yield problem(about, f"there is no file {path}", "set it right, or leave it out")

@@ -8,10 +8,10 @@ from tula_cli.spec.slurm_options import ROOM, Slurm
 from tula_cli.words import number, plural
 
 
-def bins_of(spec: JobSpec) -> str:
+def describe_bins(spec: JobSpec) -> str:
     """Return the bins in words."""
     limits = (spec.cluster.slurm or Slurm()).limits
-    return ", ".join(f"up to {plural(each.nodes)} {each.hours:g} h" for each in limits)
+    return ", ".join(f"up to {plural(limit.nodes)} {limit.hours:g} h" for limit in limits)
 
 
 def allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
@@ -19,28 +19,28 @@ def allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
     slurm = spec.cluster.slurm or Slurm()
     allowed = [nodes for nodes in spec.search.nodes if slurm.longest(nodes)]
     beyond = [nodes for nodes in spec.search.nodes if nodes not in allowed]
-    words = (
-        f"search.nodes {beyond}: left out, the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})"
-    )
-    return allowed, [words] if beyond else []
+    advice = f"search.nodes {beyond}: left out, the site lets no job have so many (cluster.slurm.limits: {describe_bins(spec)})"
+    return allowed, [advice] if beyond else []
 
 
-def require_allowed(spec: JobSpec, nodes: int) -> None:
+def require_allowed_nodes(spec: JobSpec, nodes: int) -> None:
     """Refuse a training on more nodes than any bin allows.
 
     Raises:
         SpecError: no bin holds so many.
     """
     if not (spec.cluster.slurm or Slurm()).longest(nodes):
-        raise SpecError(f"{plural(nodes)}: the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})")
+        raise SpecError(
+            f"{plural(nodes)}: the site lets no job have so many (cluster.slurm.limits: {describe_bins(spec)})"
+        )
 
 
-def too_short(spec: JobSpec, nodes: Sequence[int]) -> list[str]:
+def warn_too_short(spec: JobSpec, nodes: Sequence[int]) -> list[str]:
     """Return on which numbers of nodes no measuring job fits into its bin, and what to do about it."""
-    slurm, wanted = spec.cluster.slurm or Slurm(), spec.search.max_minutes + ROOM
+    slurm, needed_minutes = spec.cluster.slurm or Slurm(), spec.search.max_minutes + ROOM
     return [
-        f"a measuring job takes up to {number(wanted)} min (search.max_minutes and {ROOM} to end it), and the site allows"
+        f"a measuring job takes up to {number(needed_minutes)} min (search.max_minutes and {ROOM} to end it), and the site allows"
         f" {plural(count)} {number(slurm.longest(count))} min (cluster.slurm.limits): lower search.max_minutes"
         for count in nodes
-        if slurm.longest(count) < wanted
+        if slurm.longest(count) < needed_minutes
     ]

@@ -9,7 +9,7 @@ from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
 from tula_cli.words import plural
 
 
-def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
     """Return what is to be told, a line each; of a GPU only where the job may run on one.
 
     Args:
@@ -17,21 +17,24 @@ def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
         inspection: of its model and dataset; None where that is not known yet.
     """
     if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
-        return tuple(_loader(spec, inspection)) if "workers" in spec.script.placeholders else ()
-    loader = (*_loader(spec, inspection), *_scaled(spec))
-    if not _on_gpu(spec, inspection):
+        return tuple(_describe_loader(spec, inspection)) if "workers" in spec.script.placeholders else ()
+    loader = (*_describe_loader(spec, inspection), *_describe_scaling(spec))
+    if not _may_run_on_gpu(spec, inspection):
         return loader
-    found = ", ".join(_on(spec, inspection))
-    return (f"on a GPU: {found or 'no tf32, no cudnn_benchmark'} (section train)", *loader)
+    description = ", ".join(_describe_gpu_settings(spec, inspection))
+    return (f"on a GPU: {description or 'no tf32, no cudnn_benchmark'} (section train)", *loader)
 
 
-def _loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
+def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     """Yield what `train.workers: auto` comes to."""
     cluster = spec.cluster
     if spec.train.workers != "auto" or (cluster.kind == "local" and inspection is None):
         return
     ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
-    fewest, most = loaders(spec, inspection, ranks=max(ranks))[0], loaders(spec, inspection, ranks=min(ranks))[1]
+    fewest, most = (
+        loader_process_range(spec, inspection, ranks=max(ranks))[0],
+        loader_process_range(spec, inspection, ranks=min(ranks))[1],
+    )
     cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
     if cluster.kind != "local":
         who = "SLURM" if cluster.kind == "slurm" else "the scheduler"
@@ -43,7 +46,7 @@ def _loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     yield f"data loader: {number} processes a rank, {why} (train.workers: auto)"
 
 
-def _scaled(spec: JobSpec) -> Iterator[str]:
+def _describe_scaling(spec: JobSpec) -> Iterator[str]:
     """Yield what gradient scaling is applied to, where that is not the gradient."""
     if spec.train.facts.scales and spec.ags.resolved().apply_to == "update":
         name = spec.optimizer.name
@@ -51,25 +54,25 @@ def _scaled(spec: JobSpec) -> Iterator[str]:
         yield f"train.method {spec.train.method} scales the steps of {name}, not its gradients{why} (ags.apply_to: update)"
 
 
-def loaders(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
+def loader_process_range(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
     """Return the fewest and the most data-loader processes that a rank may have, with so many ranks on a machine."""
     train, slurm = spec.train, spec.cluster.slurm
     if train.workers != "auto":
         return train.workers, train.workers
     if spec.cluster.kind == "local":
         return (train.loaders(inspection.cpus / ranks),) * 2 if inspection else (FEWEST_WORKERS, MOST_WORKERS)
-    given = slurm.cpus_per_task if slurm is not None else None
-    return (train.loaders(given),) * 2 if given else (FEWEST_WORKERS, MOST_WORKERS)
+    cpus_per_task = slurm.cpus_per_task if slurm is not None else None
+    return (train.loaders(cpus_per_task),) * 2 if cpus_per_task else (FEWEST_WORKERS, MOST_WORKERS)
 
 
-def _on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
+def _may_run_on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
     """Return whether the jobs may run on GPUs: as the memory is estimated."""
     if spec.cluster.device == "cpu":
         return False
     return spec.cluster.kind != "local" or (inspection is not None and inspection.device == "cuda")
 
 
-def _on(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
+def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     train = spec.train
     convolutional = inspection is None or inspection.convolutional
     tensor_cores = train.tf32 or train.precision != "fp32"

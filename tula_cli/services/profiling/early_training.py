@@ -7,15 +7,15 @@ epochs it tells what a large batch will cost (docs/how-it-measures.md, "The same
 from dataclasses import dataclass
 
 from tula_cli.errors import SpecError
-from tula_cli.models.efficiency import Noise, first_epochs
+from tula_cli.models.efficiency import Noise, epochs_before_measurement
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import train
-from tula_cli.services.compare import Inspect, cell_spec
+from tula_cli.services.compare import Inspect, job_of_cell
 from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.events import Note, WarningEvent, Work
-from tula_cli.services.recommendation.beyond.site_charges import billed
-from tula_cli.services.recommendation.gradient_noise_of import after_training
+from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
+from tula_cli.services.recommendation.gradient_noise_of import noise_near_tenth
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -43,8 +43,8 @@ def early_spec(spec: JobSpec) -> JobSpec:
             "profile --progress: a script's own loop cannot be asked for its gradient noise between two epochs",
             "tula recommend --objective accuracy-time goes by what its probes tell",
         )
-    content = cell_spec(spec, REFERENCE, spec.train.seed).model_dump(mode="json", exclude_unset=True)
-    epochs = first_epochs(spec.train.epochs)
+    content = job_of_cell(spec, REFERENCE, spec.train.seed).model_dump(mode="json", exclude_unset=True)
+    epochs = epochs_before_measurement(spec.train.epochs)
     content["train"] |= {"until": {"epochs": epochs}, "gradient_noise": {"every": epochs, "batches": 64}}
     return validate(content, source="the job's first epochs")
 
@@ -55,7 +55,7 @@ def prepare(run: RunDir, spec: JobSpec, inspect: Inspect) -> Work[train.Prepared
     Raises:
         SpecError: a script's job, or no number of nodes divides the batch.
     """
-    part = run.parts(billed(spec, run.path.parent), None)[0]
+    part = run.parts(with_site_billing(spec, run.path.parent), None)[0]
     own, batch = early_spec(part.spec), spec.train.reference_batch
     each = part.spec.cluster.gpus_per_node * spec.train.accumulate
     nodes = next((nodes for nodes in sorted(spec.search.nodes) if batch % (nodes * each) == 0), None)
@@ -65,10 +65,10 @@ def prepare(run: RunDir, spec: JobSpec, inspect: Inspect) -> Work[train.Prepared
             f" {list(spec.search.nodes)} (GPUs a node x train.accumulate: {each})",
             "add a smaller number of nodes to search.nodes",
         )
-    found = train.plan(part.run, own, nodes=nodes, batch=batch, inspect=inspect)
+    found = train.plan_training(part.run, own, nodes=nodes, batch=batch, inspect=inspect)
     for text in found.code.warnings:
         yield WarningEvent(text)
-    epochs, whole = first_epochs(spec.train.epochs), spec.train.epochs
+    epochs, whole = epochs_before_measurement(spec.train.epochs), spec.train.epochs
     yield Note(f"trains {epochs} of {whole} epochs at batch {batch} ({epochs / whole:.0%} of the training's samples)")
     return train.PreparedTraining(run, spec, part, found, rehearse=False)
 
@@ -85,7 +85,7 @@ def work(
     Raises:
         TulaError: as `train.work`.
     """
-    found = yield from train.work(prepared, dependencies, wait_policy, file=file)
+    found = yield from train.run_training(prepared, dependencies, wait_policy, file=file)
     if isinstance(found, DetachedJobs):
         return found
     return told(prepared)
@@ -95,5 +95,7 @@ def told(prepared: train.PreparedTraining) -> EarlyNoise:
     """Return what a finished one has told."""
     task = prepared.plan.task
     training = prepared.part.run.training(task.signature)
-    noise = after_training([training], reference=task.batch, epochs=task.spec.train.epochs)
-    return EarlyNoise(noise, first_epochs(task.spec.train.epochs), task.spec.train.epochs, task.batch, task.signature)
+    noise = noise_near_tenth([training], reference=task.batch, epochs=task.spec.train.epochs)
+    return EarlyNoise(
+        noise, epochs_before_measurement(task.spec.train.epochs), task.spec.train.epochs, task.batch, task.signature
+    )

@@ -8,9 +8,9 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.spec.job import JobSpec
 
-SUPPOSED_STEP = 0.1
+ASSUMED_STEP = 0.1
 """Seconds of a step where no probe has told any."""
-SUPPOSED_START = 20.0
+ASSUMED_START = 20.0
 """Seconds from the start of a job to its first step, the same."""
 
 
@@ -20,17 +20,17 @@ class Expectation:
 
     hours: float  # one job after the other
     node_hours: float
-    probes: int  # whose step times it follows from; 0: from `SUPPOSED_STEP`
+    probes: int  # whose step times it follows from; 0: from `ASSUMED_STEP`
 
     @property
     def basis(self) -> str:
         """What it rests on, in words."""
         if not self.probes:
-            return f"where a step takes {SUPPOSED_STEP:g} s"
+            return f"where a step takes {ASSUMED_STEP:g} s"
         return "as the probe there is took" if self.probes == 1 else f"as the {self.probes} probes there are took"
 
 
-def expectation(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: RunDir | None) -> Expectation:
+def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: RunDir | None) -> Expectation:
     """Return what a search is expected to take.
 
     Args:
@@ -38,32 +38,34 @@ def expectation(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: R
         jobs: nodes and local batches of each of its jobs.
         run: of the job, whose probes tell how long a step takes; a batch that was not probed takes that of the nearest one.
     """
-    return expected_by(spec, jobs, measured_in(run))
+    return expect_from_probes(spec, jobs, measured_probes_of(run))
 
 
-def expected_by(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], known: Sequence[Measured]) -> Expectation:
+def expect_from_probes(
+    spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]
+) -> Expectation:
     """Return what a search is expected to take by some probes, which may be none; arguments else as of `expectation`."""
-    start = statistics.median(probe.overheads.startup for probe in known) if known else SUPPOSED_START
+    start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START
     most = 60 * spec.search.max_minutes
-    seconds = [min(most, start + sum(_probe_seconds(spec, known, local) for local in batches)) for _, batches in jobs]
-    node_seconds = sum(nodes * taken for (nodes, _), taken in zip(jobs, seconds, strict=True))
-    return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(known))
+    seconds = [min(most, start + sum(_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs]
+    node_seconds = sum(nodes * seconds_of_job for (nodes, _), seconds_of_job in zip(jobs, seconds, strict=True))
+    return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(probes))
 
 
-def step_of(known: Sequence[Measured], local_batch: int) -> float | None:
+def nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:
     """Return what a step of the probe nearest to a local batch took, in seconds; None where none was measured."""
-    return statistics.median(_nearest(known, local_batch).step_times) if known else None
+    return statistics.median(_nearest_probe(probes, local_batch).step_times) if probes else None
 
 
-def measured_in(run: RunDir | None) -> list[Measured]:
+def measured_probes_of(run: RunDir | None) -> list[Measured]:
     """Return the probes of a run, which may not be there yet."""
     return [] if run is None or not run.exists else [r for r in run.results() if isinstance(r, Measured)]
 
 
-def _probe_seconds(spec: JobSpec, known: Sequence[Measured], local_batch: int) -> float:
-    step = step_of(known, local_batch)
-    return spec.search.probe_seconds(SUPPOSED_STEP if step is None else step)
+def _probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
+    step = nearest_step_time(probes, local_batch)
+    return spec.search.probe_seconds(ASSUMED_STEP if step is None else step)
 
 
-def _nearest(known: Sequence[Measured], local_batch: int) -> Measured:
-    return min(known, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
+def _nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
+    return min(probes, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.cluster.inspection import Inspect, NotInspected
+from tula_cli.cluster.inspection import Inspect, NotInspectable
 from tula_cli.errors import Infeasible
 from tula_cli.models.choice.grid import on_nodes
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.services.search import largest_local_batch, probes
+from tula_cli.services.search import choose_probes, largest_local_batch
 from tula_cli.spec.job import JobSpec
 
 
@@ -25,7 +25,7 @@ class PlannedLength:
     problem: str = ""  # why nothing is measured
 
 
-def planned_lengths(
+def plan_lengths(
     spec: JobSpec, inspection: Inspection | None, local_batches: Sequence[int], inspector: Inspect | None
 ) -> tuple[PlannedLength, ...]:
     """Return what is planned at the job's own length and at the others, ascending; nothing where there is no other.
@@ -39,47 +39,58 @@ def planned_lengths(
     Raises:
         SpecError, JobFailed: they cannot be built at a length.
     """
-    others = spec.by_length()
-    if spec.length is None or not others:
+    jobs_by_length = spec.by_length()
+    if spec.length is None or not jobs_by_length:
         return ()
-    found = [_planned(spec, spec.length, inspection, local_batches, own=True)]
-    for length, other in others.items():
-        told = _inspected(other, inspector)
-        size = told.dataset_size if told else other.search.max_batch
+    planned = [_plan_length(spec, spec.length, inspection, local_batches, own=True)]
+    for length, job_of_length in jobs_by_length.items():
+        inspection_of_length = _inspect_or_none(job_of_length, inspector)
+        size = inspection_of_length.dataset_size if inspection_of_length else job_of_length.search.max_batch
         if size is None:
-            found.append(
-                _planned(other, length, told, (), own=False, problem="how many samples there are is not known yet")
+            planned.append(
+                _plan_length(
+                    job_of_length,
+                    length,
+                    inspection_of_length,
+                    (),
+                    own=False,
+                    problem="how many samples there are is not known yet",
+                )
             )
             continue
         try:
-            largest = largest_local_batch(other, told) if told else None
-            (sizes,) = probes(other, dataset_size=size, max_local_batch=largest).values()
+            largest = largest_local_batch(job_of_length, inspection_of_length) if inspection_of_length else None
+            (sizes,) = choose_probes(job_of_length, dataset_size=size, max_local_batch=largest).values()
         except Infeasible as error:
-            found.append(_planned(other, length, told, (), own=False, problem=error.message))
+            planned.append(
+                _plan_length(job_of_length, length, inspection_of_length, (), own=False, problem=error.message)
+            )
         else:
-            found.append(_planned(other, length, told, sizes, own=False))
-    return tuple(sorted(found, key=lambda one: one.length))
+            planned.append(_plan_length(job_of_length, length, inspection_of_length, sizes, own=False))
+    return tuple(sorted(planned, key=lambda one: one.length))
 
 
-def _inspected(spec: JobSpec, inspector: Inspect | None) -> Inspection | None:
+def _inspect_or_none(spec: JobSpec, inspector: Inspect | None) -> Inspection | None:
     try:
         return None if inspector is None else inspector(spec)
-    except NotInspected:
+    except NotInspectable:
         return None
 
 
-def _planned(
-    spec: JobSpec, length: int, told: Inspection | None, sizes: Sequence[int], *, own: bool, problem: str = ""
+def _plan_length(
+    spec: JobSpec, length: int, inspection: Inspection | None, sizes: Sequence[int], *, own: bool, problem: str = ""
 ) -> PlannedLength:
     from tula_cli.models.memory import memory  # numpy, of no use where nothing was built
 
     nodes = min(spec.search.nodes)
     world = nodes * spec.cluster.gpus_per_node
-    largest = on_nodes(largest_local_batch(spec, told), nodes) if told else None
+    largest = on_nodes(largest_local_batch(spec, inspection), nodes) if inspection else None
     model = None
-    if told and told.footprints:
+    if inspection and inspection.footprints:
         train = spec.train
-        model = memory.fit(told.footprints, accumulate=train.accumulate, sharded=train.sharded).on(world)
+        model = memory.fit_memory_model(
+            inspection.footprints, accumulate=train.accumulate, sharded=train.sharded
+        ).for_ranks(world)
     return PlannedLength(
         length=length,
         own=own,
@@ -92,16 +103,22 @@ def _planned(
     )
 
 
-def other_lengths(planned: Sequence[PlannedLength]) -> list[PlannedLength]:
+def measured_other_lengths(planned: Sequence[PlannedLength]) -> list[PlannedLength]:
     """Return the other lengths than the job's own at which something is measured: each is a job."""
-    return [one for one in planned if not one.own and one.local_batches]
+    return [planned_length for planned_length in planned if not planned_length.own and planned_length.local_batches]
 
 
 def lengths_node_hours(spec: JobSpec, planned: Sequence[PlannedLength]) -> float:
     """Return the node-hours that the other lengths may take at most."""
-    return sum(one.nodes for one in other_lengths(planned)) * spec.measuring_minutes() / 60
+    return (
+        sum(planned_length.nodes for planned_length in measured_other_lengths(planned)) * spec.measuring_minutes() / 60
+    )
 
 
-def lengths_left_out(planned: Sequence[PlannedLength]) -> tuple[str, ...]:
+def warn_lengths_left_out(planned: Sequence[PlannedLength]) -> tuple[str, ...]:
     """Say which lengths are not measured, and why."""
-    return tuple(f"length {one.length} is left out: {one.problem}" for one in planned if one.problem)
+    return tuple(
+        f"length {planned_length.length} is left out: {planned_length.problem}"
+        for planned_length in planned
+        if planned_length.problem
+    )

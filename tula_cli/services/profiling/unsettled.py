@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-from tula_cli.cluster.inspection import NotInspected
+from tula_cli.cluster.inspection import NotInspectable
 from tula_cli.cluster.slurm import first_job
-from tula_cli.models.cost import price_at_most, price_words
-from tula_cli.services.profile import node_hours_at_most
+from tula_cli.models.cost import describe_price, max_price
+from tula_cli.services.profile import max_node_hours
 from tula_cli.spec.job import JobSpec
 
 
 @dataclass(frozen=True)
-class UnsettledPlan:
+class UpperBoundPlan:
     """A job on one node, and probes that are not known before its end. All figures are upper bounds."""
 
     why: str  # it is not done here; empty where it was
@@ -31,7 +31,7 @@ class UnsettledPlan:
         return self.first_job_minutes / 60
 
 
-def unsettled(spec: JobSpec, *, why: NotInspected | None) -> UnsettledPlan:
+def plan_upper_bound(spec: JobSpec, *, why: NotInspectable | None) -> UpperBoundPlan:
     """Return what profiling may cost before the dataset's size and the memory are known.
 
     Args:
@@ -39,20 +39,20 @@ def unsettled(spec: JobSpec, *, why: NotInspected | None) -> UnsettledPlan:
         why: the model and the dataset cannot be built here; None where they were.
     """
     search = spec.search
-    first = first_job.MINUTES if why else 0.0
-    probes = node_hours_at_most(spec, search.nodes)
-    total, cap = first / 60 + probes, search.max_node_hours
-    node_hours = total if cap is None else max(first / 60, min(total, cap))
-    return UnsettledPlan(
+    first_job_minutes = first_job.MINUTES if why else 0.0
+    probes = max_node_hours(spec, search.nodes)
+    total, cap = first_job_minutes / 60 + probes, search.max_node_hours
+    node_hours = total if cap is None else max(first_job_minutes / 60, min(total, cap))
+    return UpperBoundPlan(
         why=why.message if why else "",
         remedy=why.remedy if why else "",
-        first_job_minutes=first,
+        first_job_minutes=first_job_minutes,
         nodes=tuple(search.nodes),
         probe_node_hours=probes,
         node_hours_at_most=node_hours,
-        price_at_most=price_at_most(spec, node_hours, spec.cluster.memory_per_gpu),
+        price_at_most=max_price(spec, node_hours, spec.cluster.memory_per_gpu),
         currency=spec.pricing.currency,
-        price=price_words(spec.pricing),
+        price=describe_price(spec.pricing),
         cap=cap,
         adaptive=search.strategy in ("auto", "adaptive"),
     )

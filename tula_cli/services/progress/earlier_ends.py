@@ -24,7 +24,7 @@ class ExpectedEnd:
     prediction: Prediction  # up to that epoch
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it rests on."""
         least, most = self.witnesses[0], self.witnesses[-1]
         epochs = plural(least, "epoch") if least == most else f"{least} to {most} epochs"
@@ -46,39 +46,41 @@ def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | No
     train = task.spec.train
     if train.until is None or not train.until.by_metric or task.prediction is None or task.spec.script is not None:
         return None
-    found: dict[int, list[int]] = {}
+    batches_by_epoch: dict[int, list[int]] = {}
     for signature in run.train_signatures():
         training = run.training(signature)
         newest = training.newest_task()
-        if signature == task.signature or newest is None or not _alike(run, newest, task.spec, code):
+        if signature == task.signature or newest is None or not _trains_alike(run, newest, task.spec, code):
             continue
-        epoch = _end(training, task.spec)
+        epoch = _end_epoch(training, task.spec)
         if epoch is not None:
-            found.setdefault(newest.batch, []).append(epoch)
-    if not found:
+            batches_by_epoch.setdefault(newest.batch, []).append(epoch)
+    if not batches_by_epoch:
         return None
-    batch = min(found, key=lambda batch: (abs(math.log2(batch / task.batch)), batch))
-    epoch = statistics.median_high(found[batch])
+    batch = min(batches_by_epoch, key=lambda batch: (abs(math.log2(batch / task.batch)), batch))
+    epoch = statistics.median_high(batches_by_epoch[batch])
     prediction = shortened(task.prediction, epochs=epoch, of=train.epochs_at_most)
-    return ExpectedEnd(epoch, tuple(sorted(found[batch])), batch, prediction)
+    return ExpectedEnd(epoch, tuple(sorted(batches_by_epoch[batch])), batch, prediction)
 
 
-def _alike(run: RunDir, earlier: TrainTask, spec: JobSpec, code: str) -> bool:
-    known = run.code(earlier.code)
-    return (known.digest if known is not None else "") == code and _job(earlier.spec) == _job(spec)
+def _trains_alike(run: RunDir, earlier: TrainTask, spec: JobSpec, code: str) -> bool:
+    snapshot = run.code(earlier.code)
+    return (snapshot.digest if snapshot is not None else "") == code and _job_signature(earlier.spec) == _job_signature(
+        spec
+    )
 
 
-def _job(spec: JobSpec) -> str:
+def _job_signature(spec: JobSpec) -> str:
     """Return what trainings share that differ in seed, nodes, batch and what ends them."""
     train = spec.train.model_copy(update={"until": None, "seed": 0})
     return train_signature(spec.model_copy(update={"train": train}), nodes=1, batch=1)
 
 
-def _end(training: TrainingRun, spec: JobSpec) -> int | None:
+def _end_epoch(training: TrainingRun, spec: JobSpec) -> int | None:
     """Return the epoch after which an earlier training got there, all epochs where it did not; None: it does not tell."""
     rows = training.metrics("epoch")
     if not tells(rows, spec.train):
         return None
     result = training.result()
-    whole = result is not None and result.epochs >= spec.train.epochs_at_most
-    return end_of(rows, spec.train) or (spec.train.epochs_at_most if whole else None)
+    is_complete = result is not None and result.epochs >= spec.train.epochs_at_most
+    return end_of(rows, spec.train) or (spec.train.epochs_at_most if is_complete else None)

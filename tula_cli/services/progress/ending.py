@@ -22,7 +22,7 @@ def micro_batch(task: TrainTask) -> int:
     return task.batch // (world * task.spec.train.accumulate * task.splits)
 
 
-def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> TulaError:
+def error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, saved_samples: int) -> TulaError:
     """Return the error for how a training ended.
 
     Args:
@@ -45,33 +45,33 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
             hint,
         )
     if attempt.outcome == "diverged":
-        stays = f"; the checkpoint at {kept} samples is finite and is kept" if kept else ""
+        stays = f"; the checkpoint at {saved_samples} samples is finite and is kept" if saved_samples else ""
         limit = task.max_lr_factor
-        again = "" if limit is None else f"; it had been restarted with train.max_lr_factor {limit:g}"
-        return Diverged(f"{message}{again}{stays}", hint)
+        restart_note = "" if limit is None else f"; it had been restarted with train.max_lr_factor {limit:g}"
+        return Diverged(f"{message}{restart_note}{stays}", hint)
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
         return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", hint)
     return FAILURE_KINDS[attempt.outcome].error(message, hint)
 
 
-def require_found(now: RunStatus, job_id: str) -> None:
+def require_known_job(run_status: RunStatus, job_id: str) -> None:
     """Refuse to call a lost job pending.
 
     Raises:
         JobFailed: the job is gone and no log says why.
     """
-    for job in now.jobs:
+    for job in run_status.jobs:
         if job.id == job_id and job.state == "lost":
-            if shutil.disk_usage(now.path).free < DISK_IS_FULL:
+            if shutil.disk_usage(run_status.path).free < DISK_IS_FULL:
                 raise DiskFull(
-                    f"{job.id} ended because the disk that holds {now.path} is full",
+                    f"{job.id} ended because the disk that holds {run_status.path} is full",
                     "free some space and run the same command again; it resumes from the newest checkpoint",
                 )
             raise JobFailed(f"{job.id} is gone: {job.reason}", CANCELLED)
 
 
-def report(run: RunDir, signature: str) -> Summary:
+def load_summary(run: RunDir, signature: str) -> Summary:
     """Return predicted against actual of a finished training run.
 
     Raises:
@@ -85,9 +85,9 @@ def report(run: RunDir, signature: str) -> Summary:
     if summary is not None:
         return summary
     task = run.training(signature).newest_task()
-    if task is not None and run.cancelled(task.job):  # its ranks may not have ended yet
+    if task is not None and run.is_cancelled(task.job):  # its ranks may not have ended yet
         raise JobFailed(f"training {signature} was cancelled", CANCELLED)
     attempts = run.training(signature).attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status shows what it waits for")
-    raise failure_of(task, attempts, kept=run.training(signature).newest_samples())
+    raise error_of_training(task, attempts, saved_samples=run.training(signature).newest_samples())

@@ -11,7 +11,7 @@ from tula_cli.errors import TulaError
 from tula_cli.models.time.calibration import Tried, calibration
 from tula_cli.run import files, parsed_spec
 from tula_cli.run.records.recommendations import Calibration
-from tula_cli.services.progress.listing import plain_record
+from tula_cli.services.progress.listing import read_plain_record
 from tula_cli.spec.methods import METHODS
 
 Plain = Mapping[str, Any]
@@ -33,7 +33,7 @@ def calibrated_under(root: Path, kind: str) -> tuple[Calibration, tuple[str, ...
     steps: list[Tried] = []
     hours: list[Tried] = []
     try:
-        runs = parsed_spec.runs(root)
+        runs = parsed_spec.list_run_folders(root)
     except TulaError as error:
         return Calibration(), (f"intervals are not calibrated: {error.message}",)
     for one in runs:
@@ -50,21 +50,21 @@ def calibrated_under(root: Path, kind: str) -> tuple[Calibration, tuple[str, ...
 
 def _ended(run: Path, kind: str) -> Iterator[tuple[Plain, Plain, Plain]]:
     """Yield the summary, the first and the newest task of each training that has ended and was predicted as what it is."""
-    types = [run / "types" / name for name in files.names(run / "types")]
-    trained = [(part, name) for part in (run, *types) for name in files.names(part / "train")]
-    measured = plain_record(run / "spec.json", "spec") if trained else None
+    types = [run / "types" / name for name in files.list_names(run / "types")]
+    trained = [(part, name) for part in (run, *types) for name in files.list_names(part / "train")]
+    measured = read_plain_record(run / "spec.json", "spec") if trained else None
     for part, name in trained:
-        summary = plain_record(part / "train" / name / "summary.json", "signature", "causes", "attempts")
+        summary = read_plain_record(part / "train" / name / "summary.json", "signature", "causes", "attempts")
         if summary is None or summary.get("predicted_step") is None:
             continue
-        first, newest = (task_of(part, name, number) for number in (1, len(summary["causes"]) + 1))
+        first, newest = (load_task(part, name, number) for number in (1, len(summary["causes"]) + 1))
         if first is not None and newest is not None and _as_measured(first["spec"], measured, kind):
             yield summary, first, newest
 
 
-def task_of(part: Path, name: str, number: int) -> Plain | None:
+def load_task(part: Path, name: str, number: int) -> Plain | None:
     """Return the task of an attempt of a training, as plain JSON; None where it is not there."""
-    return plain_record(part / f"tasks/train-{name}-{number}.json", "spec", "ladder")
+    return read_plain_record(part / f"tasks/train-{name}-{number}.json", "spec", "ladder")
 
 
 def _as_measured(trained: Plain, measured: Plain | None, kind: str) -> bool:
@@ -77,16 +77,16 @@ def _as_measured(trained: Plain, measured: Plain | None, kind: str) -> bool:
 
 
 def _tried_step(run: Path, summary: Plain, task: Plain) -> Iterator[Tried]:
-    found = prediction_of(task)
+    found = prediction_in_task(task)
     if found is not None and summary.get("actual_step"):
         yield from _tried(run, found, ("step_time", "step_low", "step_high", "step_widened"), summary["actual_step"])
 
 
-def prediction_of(task: Plain) -> Plain | None:
+def prediction_in_task(task: Plain) -> Plain | None:
     """Return what was predicted of the steps of an attempt, its micro-batches as they are cut; None where nothing was."""
     rung, cut = task["ladder"][0], task.get("splits", 1)
-    found: Plain | None = rung.get("prediction") if cut == 1 else rung.get("cut", {}).get(str(cut))
-    return found
+    prediction: Plain | None = rung.get("prediction") if cut == 1 else rung.get("cut", {}).get(str(cut))
+    return prediction
 
 
 def _tried_hours(run: Path, summary: Plain, task: Plain) -> Iterator[Tried]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tula_cli.cluster.relaunch import leaves_allocation
+from tula_cli.cluster.relaunch import needs_new_allocation
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt, Job
@@ -23,7 +23,7 @@ ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
 GRACE = {"local": 2.0, "slurm": 60.0}
 """Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
 
-CLOCKS_APART = 60.0
+MAX_CLOCK_DIFFERENCE = 60.0
 """Seconds by which the clocks of two machines may differ."""
 
 
@@ -33,7 +33,7 @@ def grace(scheduler: str) -> float:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeConfiguration:
     """A configuration that a job measures; `batch` is global."""
 
     nodes: int
@@ -64,7 +64,7 @@ class JobStatus:
     starts_at: float | None  # Unix time at which a queued job is expected to start; None where nobody tells
     total: int
     done: int
-    now: Probe | None  # what runs, or comes next
+    now: ProbeConfiguration | None  # what runs, or comes next
     elapsed: float | None  # seconds; None before it starts
     left: float | None  # seconds, estimated; None where nothing tells
     node_hours: float
@@ -146,7 +146,7 @@ class _Progress:
 
     total: int
     done: int
-    now: Probe | None
+    now: ProbeConfiguration | None
     measured_at: float | None = None  # Unix time of the last measurement
     failed: tuple[str, ...] = ()  # messages of what failed; the next call runs it again
 
@@ -156,7 +156,7 @@ class _Progress:
 
 
 def job_status(
-    look: Snapshot,
+    snapshot: Snapshot,
     job: Job,
     results: Results,
     scheduler: SchedulerState,
@@ -165,18 +165,18 @@ def job_status(
     training: TrainingStatus | None,
     now: float,
 ) -> JobStatus:
-    tasks, attempts = look.tasks_of(job.id), by_clock_of_files(look, look.attempts_of(job.id))
-    progress = progress_of(look, tasks, results)
-    recent = [attempt for attempt in attempts if _of_submission(attempt, job)]
-    state, reason = _state(progress, recent, scheduler, tasks[-1].spec, cancelled=look.cancelled_by(job.id))
-    if state == "lost" and recent and _just_ended(recent[-1], progress, now, grace=grace(job.scheduler)):
+    tasks, attempts = snapshot.tasks_of(job.id), with_file_clock(snapshot, snapshot.attempts_of(job.id))
+    progress = job_progress(snapshot, tasks, results)
+    recent = [attempt for attempt in attempts if _is_of_submission(attempt, job)]
+    state, reason = _job_state(progress, recent, scheduler, tasks[-1].spec, cancelled=snapshot.cancelled_by(job.id))
+    if state == "lost" and recent and _has_just_ended(recent[-1], progress, now, grace=grace(job.scheduler)):
         state, reason = "running", "it has ended well: its results are on their way here"
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
-    until = now if state in ("running", "suspended") else progress.measured_at
-    elapsed, nodes = _elapsed(attempts, until=until), {task.id: task.nodes for task in tasks}
+    end = now if state in ("running", "suspended") else progress.measured_at
+    elapsed, nodes = _elapsed_seconds(attempts, end=end), {task.id: task.nodes for task in tasks}
     newest = tasks[-1]
-    left = _left(progress, training, pace=pace) if state in ACTIVE else None
+    remaining = _remaining_seconds(progress, training, pace=pace) if state in ACTIVE else None
     return JobStatus(
         id=job.id,
         kind=tasks[0].kind,
@@ -190,24 +190,24 @@ def job_status(
         done=progress.done,
         now=progress.now if state in ACTIVE else None,
         elapsed=elapsed,
-        left=left,
-        node_hours=sum(nodes.get(one.task, job.nodes) * took(one, until) for one in attempts) / 3600,
-        node_hours_left=None if left is None else newest.nodes * left / 3600,
-        links=_links(job, newest),
-        wait=_wait(job, recent, state, now),
+        left=remaining,
+        node_hours=sum(nodes.get(one.task, job.nodes) * attempt_seconds(one, end) for one in attempts) / 3600,
+        node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
+        links=_link_statuses(job, newest),
+        wait=_wait_seconds(job, recent, state, now),
         wait_bound=job.wait_bound,
         hopeless=state == "queued" and scheduler.hopeless,
     )
 
 
-def _wait(job: Job, attempts: list[Attempt], state: JobState, now: float) -> float | None:
+def _wait_seconds(job: Job, attempts: list[Attempt], state: JobState, now: float) -> float | None:
     if job.scheduler == "local":
         return None
     started = min((attempt.started_at for attempt in attempts), default=now if state == "queued" else None)
     return None if started is None else max(0.0, started - job.submitted_at)
 
 
-def _links(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
+def _link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
     """Return the links of a chain with the stages that each is for."""
     if not job.link_nodes or not isinstance(task, TrainTask):
         return ()
@@ -218,47 +218,51 @@ def _links(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _PlannedProbe:
     id: str
-    probe: Probe
+    probe: ProbeConfiguration
 
 
-def _probes(tasks: Iterable[JobTask]) -> list[_Wanted]:
+def _planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
     """Return the probes of a job, ascending as it runs them."""
-    found = {}
+    probes_by_id = {}
     for task in tasks:
         if isinstance(task, ProbeTask):
             for local in task.local_batches:
                 batch = local * task.nodes * task.spec.cluster.gpus_per_node
-                found[task.nodes, local] = _Wanted(probe_id(task.nodes, local), Probe(task.nodes, local, batch))
+                probes_by_id[task.nodes, local] = _PlannedProbe(
+                    probe_id(task.nodes, local), ProbeConfiguration(task.nodes, local, batch)
+                )
     # A packed job has several numbers of nodes, and begins with the largest.
-    return [found[key] for key in sorted(found, key=lambda key: (-key[0], key[1]))]
+    return [probes_by_id[key] for key in sorted(probes_by_id, key=lambda key: (-key[0], key[1]))]
 
 
-def progress_of(look: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
+def job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
     newest = tasks[-1]
     if isinstance(newest, TrainTask):
-        return _Progress(total=1, done=int(look.training(newest.signature).summary() is not None), now=None)
+        return _Progress(total=1, done=int(snapshot.training(newest.signature).summary() is not None), now=None)
     if isinstance(newest, EvaluateTask):
-        found = look.training(newest.signature).evaluation(newest.key)
-        return _Progress(total=1, done=int(found is not None), now=None)
+        resume_test = snapshot.training(newest.signature).evaluation(newest.key)
+        return _Progress(total=1, done=int(resume_test is not None), now=None)
     if isinstance(newest, RehearsalTask):
-        over = any(found.task == newest.id and found.over_at is not None for found in look.rehearsals)
+        over = any(
+            resume_test.task == newest.id and resume_test.over_at is not None for resume_test in snapshot.rehearsals
+        )
         return _Progress(total=1, done=int(over), now=None)
-    probes = _probes(tasks)
-    there = {wanted.id: results[wanted.id] for wanted in probes if wanted.id in results}
-    failed = {id_: result.message for id_, result in there.items() if isinstance(result, Failed)}
-    undone = [wanted.probe for wanted in probes if wanted.id not in there or wanted.id in failed]
+    probes = _planned_probes(tasks)
+    results_here = {planned.id: results[planned.id] for planned in probes if planned.id in results}
+    failed = {id_: result.message for id_, result in results_here.items() if isinstance(result, Failed)}
+    undone = [planned.probe for planned in probes if planned.id not in results_here or planned.id in failed]
     return _Progress(
         total=len(probes),
         done=len(probes) - len(undone),
         now=undone[0] if undone else None,
-        measured_at=max((r.measured_at for r in there.values() if isinstance(r, Measured)), default=None),
+        measured_at=max((r.measured_at for r in results_here.values() if isinstance(r, Measured)), default=None),
         failed=tuple(failed.values()),
     )
 
 
-def _state(
+def _job_state(
     progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec, *, cancelled: str
 ) -> tuple[JobState, str]:
     """Return a job's state: results first, then the user's cancel, then the scheduler, then the attempts."""
@@ -279,72 +283,75 @@ def _state(
 def _state_from_attempts(
     progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, spec: JobSpec
 ) -> tuple[JobState, str]:
-    last = attempts[-1] if attempts else None
-    if last is not None and last.ended_at is not None:
-        if scheduler.state == "unknown" and leaves_allocation(last.outcome, spec.cluster):
+    last_attempt = attempts[-1] if attempts else None
+    if last_attempt is not None and last_attempt.ended_at is not None:
+        if scheduler.state == "unknown" and needs_new_allocation(last_attempt.outcome, spec.cluster):
             return "queued", scheduler.reason  # the next link of its chain goes on
-        measured = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
+        measured = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
             return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
-        if last.outcome == "diverged":
-            return "diverged", f"{last.message}; {advice(last.outcome, spec=spec)}"
-        if last.outcome == "device_fault":
-            return "failed", f"{last.message} on {last.host}; {advice(last.outcome, last.message, spec=spec)}"
-        words = last.message or f"ended with {progress.done} of {progress.total} probes"
+        if last_attempt.outcome == "diverged":
+            return "diverged", f"{last_attempt.message}; {advice(last_attempt.outcome, spec=spec)}"
+        if last_attempt.outcome == "device_fault":
+            return (
+                "failed",
+                f"{last_attempt.message} on {last_attempt.host}; {advice(last_attempt.outcome, last_attempt.message, spec=spec)}",
+            )
+        message = last_attempt.message or f"ended with {progress.done} of {progress.total} probes"
         who = "SLURM" if spec.cluster.kind == "slurm" else "its scheduler"
         verdict = (
             "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" ({who}: {scheduler.reason})"
         )
-        return "failed", f"{words}{verdict}"
+        return "failed", f"{message}{verdict}"
     if scheduler.state == "ended":
         return "lost", scheduler.reason or "ended without saying why (killed from outside?)"
-    if last is not None:
+    if last_attempt is not None:
         return "running", scheduler.reason or "the scheduler does not know the job"
     return "queued", scheduler.reason or "the scheduler does not know the job"
 
 
-def by_clock_of_files(look: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
+def with_file_clock(snapshot: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
     """Return attempts of which those that are open began by the clock of the file system: their host's may be off."""
-    return [_by_clock_of_files(look, attempt) for attempt in attempts]
+    return [_with_file_clock(snapshot, attempt) for attempt in attempts]
 
 
-def _by_clock_of_files(look: Snapshot, attempt: Attempt) -> Attempt:
-    written = None if attempt.ended_at is not None else look.attempt_written(attempt)
+def _with_file_clock(snapshot: Snapshot, attempt: Attempt) -> Attempt:
+    written = None if attempt.ended_at is not None else snapshot.attempt_written(attempt)
     if written is None or not CLOCKS_AGREE < abs(written - attempt.started_at) < A_COPY:
         return attempt
     return attempt.model_copy(update={"started_at": written})
 
 
-def _of_submission(attempt: Attempt, job: Job) -> bool:
+def _is_of_submission(attempt: Attempt, job: Job) -> bool:
     """Return whether an attempt is of a job's last submission: by its allocation, else by the time."""
-    return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - CLOCKS_APART
+    return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - MAX_CLOCK_DIFFERENCE
 
 
-def _just_ended(last: Attempt, progress: _Progress, now: float, *, grace: float) -> bool:
+def _has_just_ended(last_attempt: Attempt, progress: _Progress, now: float, *, grace: float) -> bool:
     """Return whether an attempt has seen all results so lately that their files may not be here yet."""
-    saw_all = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
-    return saw_all and last.ended_at is not None and abs(now - last.ended_at) < grace
+    saw_all = last_attempt.outcome == "done" or (last_attempt.outcome == "device_oom" and progress.now is not None)
+    return saw_all and last_attempt.ended_at is not None and abs(now - last_attempt.ended_at) < grace
 
 
-def _elapsed(attempts: list[Attempt], *, until: float | None) -> float | None:
+def _elapsed_seconds(attempts: list[Attempt], *, end: float | None) -> float | None:
     """Return the seconds that attempts took; an open one lasts until `until`, or is not counted."""
     if not attempts:
         return None
-    return sum(took(attempt, until) for attempt in attempts)
+    return sum(attempt_seconds(attempt, end) for attempt in attempts)
 
 
-def took(attempt: Attempt, until: float | None) -> float:
+def attempt_seconds(attempt: Attempt, end: float | None) -> float:
     """Return the seconds that an attempt took; an open one lasts until `until`, or is not counted."""
-    return max(0.0, (attempt.ended_at or until or attempt.started_at) - attempt.started_at)
+    return max(0.0, (attempt.ended_at or end or attempt.started_at) - attempt.started_at)
 
 
-def _left(progress: _Progress, training: TrainingStatus | None, *, pace: float | None) -> float | None:
+def _remaining_seconds(progress: _Progress, training: TrainingStatus | None, *, pace: float | None) -> float | None:
     if progress.now is None:
         return training.eta if training is not None else None
     return None if pace is None else pace * (progress.total - progress.done)
 
 
-def pace_of(results: Iterable[Measured | OutOfMemory | Failed], attempts: list[Attempt]) -> float | None:
+def mean_probe_seconds(results: Iterable[Measured | OutOfMemory | Failed], attempts: list[Attempt]) -> float | None:
     """Return the mean seconds of a probe so far, start-up of its workers included; None before the first."""
     moments: dict[int, list[float]] = {}
     for result in results:
@@ -353,7 +360,7 @@ def pace_of(results: Iterable[Measured | OutOfMemory | Failed], attempts: list[A
     starts = sorted(attempt.started_at for attempt in attempts)
     spans = []
     for times in moments.values():
-        before = [start for start in starts if start <= min(times)]
-        marks = sorted([*before[-1:], *times])
+        starts_before = [start for start in starts if start <= min(times)]
+        marks = sorted([*starts_before[-1:], *times])
         spans += [late - early for early, late in itertools.pairwise(marks)]
     return sum(spans) / len(spans) if spans else None

@@ -9,8 +9,8 @@ from typing import Any
 from tula_cli.errors import TulaError
 from tula_cli.run import files, parsed_spec
 from tula_cli.run.records.recommendations import Calibration
-from tula_cli.services.progress.held_against import calibrated_under, prediction_of, task_of
-from tula_cli.services.progress.listing import plain_record, run_folders
+from tula_cli.services.progress.held_against import calibrated_under, load_task, prediction_in_task
+from tula_cli.services.progress.listing import read_plain_record, run_folders
 
 BASES = ("training", "probe", "fit")
 """What a predicted step time may have been known by."""
@@ -55,7 +55,7 @@ def ledger(root: Path) -> Ledger:
     found: list[Outcome] = []
     problems: list[str] = []
     kinds: set[str] = set()
-    for run in parsed_spec.runs(root):
+    for run in parsed_spec.list_run_folders(root):
         try:
             for outcome, kind in _of_run(run):
                 found.append(outcome)
@@ -80,10 +80,10 @@ def _of_run(run: Path) -> Iterator[tuple[Outcome, str]]:
     """Yield what became of the trainings of a run, with the kind of cluster (empty where that is not known any more)."""
     needed = ("signature", "nodes", "batch", "actual_hours")
     for part in run_folders(run):
-        for name in files.names(part / "train"):
-            summary = plain_record(part / "train" / name / "summary.json", *needed)
+        for name in files.list_names(part / "train"):
+            summary = read_plain_record(part / "train" / name / "summary.json", *needed)
             if summary is not None:
-                task = task_of(part, name, len(summary.get("causes", ())) + 1)
+                task = load_task(part, name, len(summary.get("causes", ())) + 1)
                 yield _outcome(run.name, summary, task), "" if task is None else task["spec"]["cluster"]["kind"]
 
 
@@ -99,7 +99,7 @@ def _inside(prediction: Mapping[str, Any] | None, actual: float | None) -> bool 
 
 
 def _outcome(run: str, summary: Mapping[str, Any], task: Mapping[str, Any] | None) -> Outcome:
-    prediction = None if task is None or summary.get("predicted_step") is None else prediction_of(task)
+    prediction = None if task is None or summary.get("predicted_step") is None else prediction_in_task(task)
     predicted, actual, hours = (summary.get(key) for key in ("predicted_step", "actual_step", "predicted_hours"))
     return Outcome(
         run=run,

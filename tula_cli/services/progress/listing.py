@@ -42,26 +42,36 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
     Raises:
         TulaError: `root` cannot be read.
     """
-    found = [_summary(run) for run in parsed_spec.runs(root)]
-    return tuple(sorted(found, key=lambda run: run.changed or 0.0, reverse=True))
+    summaries = [_summarize_run(run) for run in parsed_spec.list_run_folders(root)]
+    return tuple(sorted(summaries, key=lambda run: run.changed or 0.0, reverse=True))
 
 
-def _summary(run: Path) -> RunSummary:
+def _summarize_run(run: Path) -> RunSummary:
     damaged: list[str] = []
     try:
-        names, parts = _job(run)
-        recommended = _sound([run / "recommendation.json"], damaged, "choice", "created_at")
-        results = [found for part in parts for found in _sound(files.listing(part / "results"), damaged, "kind")]
-        jobs = [found for part in parts for found in _sound(files.listing(part / "jobs"), damaged, "submitted_at")]
-        trainings = [part / "train" / name / "result.json" for part in parts for name in files.names(part / "train")]
-        finished = _sound(trainings, damaged, "finished_at", "best_top1")
+        names, parts = _job_names_and_folders(run)
+        recommended = _sound_records([run / "recommendation.json"], damaged, "choice", "created_at")
+        results = [
+            job_record
+            for part in parts
+            for job_record in _sound_records(files.list_files(part / "results"), damaged, "kind")
+        ]
+        jobs = [
+            job_record
+            for part in parts
+            for job_record in _sound_records(files.list_files(part / "jobs"), damaged, "submitted_at")
+        ]
+        trainings = [
+            part / "train" / name / "result.json" for part in parts for name in files.list_names(part / "train")
+        ]
+        finished = _sound_records(trainings, damaged, "finished_at", "best_top1")
     except TulaError as error:
         return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
     kinds = [result["kind"] for result in results]
     moments = [result["measured_at"] for result in results if "measured_at" in result]
     moments += [job["submitted_at"] for job in jobs] + [result["finished_at"] for result in finished]
     moments += [record["created_at"] for record in recommended]
-    top1, loss, perplexed = _best(finished)
+    top1, loss, perplexed = _best_result(finished)
     return RunSummary(
         id=run.name,
         path=run,
@@ -79,7 +89,7 @@ def _summary(run: Path) -> RunSummary:
     )
 
 
-def _best(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
+def _best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
     """Return top-1, loss and perplexity of the best of all trainings that have ended, each None where it is not known."""
     least = min((loss for result in finished if (loss := result.get("best_loss")) is not None), default=None)
     language = any("perplexity" in result.get("metrics", ()) for result in finished)
@@ -89,9 +99,9 @@ def _best(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | 
     return top1, least, perplexity(least) if language and least is not None else None
 
 
-def _job(run: Path) -> tuple[dict[str, str], list[Path]]:
+def _job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:
     """Return the names of a run's model and dataset, or of its script; and the folders of what is measured, one a node type."""
-    known = parsed_spec.read(run)
+    known = parsed_spec.read_spec(run)
     if known is not None:
         return _names(known.spec), [run / part for part in known.parts.values()]
     from tula_cli.run.directory import RunDir  # the job has been edited by hand: it is read as every command reads it
@@ -112,27 +122,27 @@ def run_folders(run: Path) -> list[Path]:
     Raises:
         TulaError: the job cannot be read.
     """
-    return _job(run)[1]
+    return _job_names_and_folders(run)[1]
 
 
 # --- plain records
 
 
-def _sound(paths: Iterable[Path], damaged: list[str], *needed: str) -> list[dict[str, Any]]:
+def _sound_records(paths: Iterable[Path], damaged: list[str], *needed: str) -> list[dict[str, Any]]:
     """Return the records that are there and sound; what is wrong with others is added to `damaged`."""
-    found = []
+    records = []
     for path in paths:
         try:
-            record = plain_record(path, *needed)
+            record = read_plain_record(path, *needed)
         except BadMeasurements as error:
             damaged.append(error.message)
             continue
         if record is not None:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
-def plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
+def read_plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
     """Return a record that has at least the keys that are needed; None where there is no such file.
 
     Raises:
@@ -140,15 +150,15 @@ def plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
         TulaError: it cannot be read.
     """
     try:
-        found = json.loads(files.content(path))
+        record = json.loads(files.read_content(path))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise files.damaged(path, str(error)) from None
-    if missing := _missing(found, needed):
-        raise files.damaged(path, f"it has no {missing[0]}")
-    return dict(found)
+        raise files.damaged_error(path, str(error)) from None
+    if missing := _missing_keys(record, needed):
+        raise files.damaged_error(path, f"it has no {missing[0]}")
+    return dict(record)
 
 
-def _missing(record: Any, needed: Iterable[str]) -> list[str]:
+def _missing_keys(record: Any, needed: Iterable[str]) -> list[str]:
     return [key for key in needed if not isinstance(record, dict) or key not in record]

@@ -7,8 +7,8 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.words import plural
 
 
-def notes(measured: Iterable[Measured]) -> tuple[str, ...]:
+def count_notes(measured: Iterable[Measured]) -> tuple[str, ...]:
     """Return what is absent, and why, each once and with how many probes say so."""
-    seen = [probe.script.notes for probe in measured if probe.script is not None]
-    said = Counter(note for own in seen for note in dict.fromkeys(own))
-    return tuple(f"{note} ({count} of {plural(len(seen), 'probe')})" for note, count in said.items())
+    notes_by_probe = [probe.script.notes for probe in measured if probe.script is not None]
+    counts = Counter(note for probe_notes in notes_by_probe for note in dict.fromkeys(probe_notes))
+    return tuple(f"{note} ({count} of {plural(len(notes_by_probe), 'probe')})" for note, count in counts.items())

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.accounting.charged import Charged, charged, price_of
-from tula_cli.models.cost import charge
+from tula_cli.cluster.slurm.accounting.charged import BilledJobs, billed_jobs, price_of_billed
+from tula_cli.models.cost import hourly_charge
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.words import number, plural
@@ -23,18 +23,18 @@ class SiteCharge:
     open: bool  # whether jobs still wait or run
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it follows from, and how far the billing of a job is from what was predicted."""
-        told = ", ".join(map(str, self.billings)) or "none yet"
+        billings_text = ", ".join(map(str, self.billings)) or "none yet"
         expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
         so_far = ", so far" * self.open
         return (
-            f"by sacct{so_far}: {plural(self.jobs, 'job')}, billing {told} an hour{expected};"
+            f"by sacct{so_far}: {plural(self.jobs, 'job')}, billing {billings_text} an hour{expected};"
             f" {number(self.billing_hours)} billing-hours, {number(self.cost)} {self.currency}"
         )
 
 
-def charge_of(run: RunDir, signature: str) -> SiteCharge | None:
+def site_charge_of(run: RunDir, signature: str) -> SiteCharge | None:
     """Return what SLURM has billed a training; None where the price is of another kind, or the accounting tells nothing.
 
     Args:
@@ -48,22 +48,22 @@ def charge_of(run: RunDir, signature: str) -> SiteCharge | None:
     if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.told is None:
         return None
     earlier = {attempt.allocation.partition(".")[0] for attempt in training.attempts()} - {""}
-    found = charged(sorted({*earlier, *job.ids}))
-    return None if found is None else _held_against(found, task)
+    billed = billed_jobs(sorted({*earlier, *job.ids}))
+    return None if billed is None else _compare_with_prediction(billed, task)
 
 
-def _held_against(found: Charged, task: TrainTask) -> SiteCharge:
+def _compare_with_prediction(billed: BilledJobs, task: TrainTask) -> SiteCharge:
     pricing, predicted = task.spec.pricing, task.prediction
-    told = pricing.told
-    assert told is not None
-    factors = told.usage_factor * told.charge_factor
+    billing = pricing.told
+    assert billing is not None
+    factors = billing.usage_factor * billing.charge_factor
     return SiteCharge(
-        cost=price_of(found, pricing),
+        cost=price_of_billed(billed, pricing),
         currency=pricing.currency,
         predicted=None if predicted is None else predicted.cost,
-        jobs=found.jobs,
-        billing_hours=found.billing_hours,
-        predicted_billing=charge(pricing, task.own_nodes) / factors if factors else None,
-        billings=found.billings,
-        open=found.open,
+        jobs=billed.jobs,
+        billing_hours=billed.billing_hours,
+        predicted_billing=hourly_charge(pricing, task.own_nodes) / factors if factors else None,
+        billings=billed.billings,
+        open=billed.open,
     )

@@ -18,8 +18,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services.recommendation.limits import described_limits
-from tula_cli.services.recommendation.listed import FEW
+from tula_cli.services.recommendation.limits import describe_limits
+from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
@@ -27,7 +27,7 @@ from tula_cli.words import escape_spreadsheet_cell
 
 _BLOCK = 1000
 """Rows that are made together."""
-_DRAWN = 400
+_MAX_ROWS_DRAWN = 400
 """Offers that are all drawn."""
 
 
@@ -40,7 +40,7 @@ class Answer:
     all_measurements: Sequence[TypeMeasurements]
     offers: Offers  # every feasible configuration on each market, fastest first
 
-    def every(self) -> Recommendation:
+    def with_all_rows(self) -> Recommendation:
         """Return the recommendation with every feasible configuration among its rows, be it a hundred thousand."""
         return self.recommendation.model_copy(update={"rows": self.offers.records()})
 
@@ -48,24 +48,24 @@ class Answer:
         """Yield rows with their caveats as JSON texts: those that are listed, or all, which are made in blocks."""
         if not every:
             caveats = self.recommendation.caveats
-            yield from (_json(row, caveats) for row in self.recommendation.rows)
+            yield from (_row_as_json(row, caveats) for row in self.recommendation.rows)
             return
         steps = (getattr(self.offers, name).tolist() for name in ("type", "nodes", "batch", "local_batch", "step_time"))
         caveats = Caveats(self.recommendation.choice, zip(*steps, strict=True))
         for at in range(0, len(self.offers), _BLOCK):
             block = self.offers.take(np.arange(at, min(at + _BLOCK, len(self.offers))))
-            yield from (_json(row, caveats) for row in block.records())
+            yield from (_row_as_json(row, caveats) for row in block.records())
 
-    def drawn(self) -> Recommendation:
+    def with_drawn_rows(self) -> Recommendation:
         """Return the recommendation with the rows of its plots: every one of some hundreds, else those that are listed."""
-        return self.every() if len(self.offers) <= _DRAWN else self.recommendation
+        return self.with_all_rows() if len(self.offers) <= _MAX_ROWS_DRAWN else self.recommendation
 
 
-def _json(row: Prediction, caveats: Caveats) -> str:
-    return f'{row.model_dump_json()[:-1]}, "caveats": {json.dumps(caveats.of(row))}}}'
+def _row_as_json(row: Prediction, caveats: Caveats) -> str:
+    return f'{row.model_dump_json()[:-1]}, "caveats": {json.dumps(caveats.caveats_of(row))}}}'
 
 
-def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
+def training_command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
     """Return the command line that trains the choice from this run, wherever it is typed.
 
     It goes to the folder of the probes first: relative paths of the spec and the user's code are found there.
@@ -78,7 +78,7 @@ def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 
-def write(
+def write_answer(
     run: RunDir,
     spec: JobSpec,
     all_measurements: Sequence[TypeMeasurements],
@@ -94,8 +94,8 @@ def write(
         recommendation: what was chosen.
         every: all feasible configurations, for a table of all candidates; None for one of what is listed and was measured.
     """
-    run.write_text("results.csv", _table(all_measurements, recommendation, every))
-    train = command(run, spec, recommendation.choice)
+    run.write_text("results.csv", _results_table(all_measurements, recommendation, every))
+    train = training_command(run, spec, recommendation.choice)
     run.write_text("recommended.yaml", _recommended_yaml(spec, recommendation, train=train))
     run.write_text("cmd.txt", f"{train}\n")
     run.write_recommendation(recommendation)
@@ -108,7 +108,7 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
     """
     choice = recommendation.choice
     return (
-        f"# tula recommends {described_limits(choice, recommendation.currency)}.\n"
+        f"# tula recommends {describe_limits(choice, recommendation.currency)}.\n"
         f"# Asked by: {recommendation.criteria}.\n"
         f"# Why: {recommendation.reason}.\n"
         f"# Train it: {train}\n"
@@ -116,38 +116,42 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
     )
 
 
-def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation, every: Offers | None) -> str:
+def _results_table(
+    all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation, every: Offers | None
+) -> str:
     """Return candidates and every result as CSV, ordered by node type, nodes and local batch.
 
     Candidates are all where they are few or all are wanted, and else those that the recommendation lists.
     """
     rows = recommendation.rows if every is None else every
     within: dict[tuple[str, Config], list[int]] = {}
-    for index, (kind, config) in enumerate(_keys(rows)):
+    for index, (kind, config) in enumerate(_row_keys(rows)):
         within.setdefault((kind, config), []).append(index)
-    lines = (line for measurements in all_measurements for line in _lines(measurements, recommendation, rows, within))
-    text, first = io.StringIO(), next(lines)
-    table = csv.DictWriter(text, first, lineterminator="\n")
+    lines = (
+        line for measurements in all_measurements for line in _table_lines(measurements, recommendation, rows, within)
+    )
+    text, first_line = io.StringIO(), next(lines)
+    table = csv.DictWriter(text, first_line, lineterminator="\n")
     table.writeheader()
-    for line in itertools.chain([first], lines):
+    for line in itertools.chain([first_line], lines):
         table.writerow({name: escape_spreadsheet_cell(value) for name, value in line.items()})
     return text.getvalue()
 
 
-def _keys(rows: Sequence[Prediction] | Offers) -> Iterator[tuple[str, Config]]:
+def _row_keys(rows: Sequence[Prediction] | Offers) -> Iterator[tuple[str, Config]]:
     """Yield the node type and the configuration of each forecast."""
     if isinstance(rows, Offers):
-        found = zip(rows.type.tolist(), rows.nodes.tolist(), rows.batch.tolist(), strict=True)
-        yield from ((kind, Config(nodes, batch)) for kind, nodes, batch in found)
+        columns = zip(rows.type.tolist(), rows.nodes.tolist(), rows.batch.tolist(), strict=True)
+        yield from ((kind, Config(nodes, batch)) for kind, nodes, batch in columns)
     else:
         yield from ((row.type, Config(row.nodes, row.batch)) for row in rows)
 
 
-def _taken(rows: Sequence[Prediction] | Offers, indices: Sequence[int]) -> Sequence[Prediction]:
+def _take_rows(rows: Sequence[Prediction] | Offers, indices: Sequence[int]) -> Sequence[Prediction]:
     return rows.take(indices).records() if isinstance(rows, Offers) else [rows[index] for index in indices]
 
 
-def _lines(
+def _table_lines(
     measurements: TypeMeasurements,
     recommendation: Recommendation,
     rows: Sequence[Prediction] | Offers,
@@ -158,46 +162,48 @@ def _lines(
     `rows`: the forecasts within the limits; `within`: the indices of those of a configuration.
     """
     listed = [config for kind, config in within if kind == measurements.type]
-    configs = _configs(measurements, listed, every=isinstance(rows, Offers))
+    configs = _configs_listed(measurements, listed, every=isinstance(rows, Offers))
     names = list(configs)
     for at in range(0, len(names), _BLOCK):
         block = names[at : at + _BLOCK]
-        here, on_spot, whys = _forecasts(measurements, block)
+        on_demand, on_spot, whys = _forecast_configs(measurements, block)
         indices = [within.get((measurements.type, config), ()) for config in block]
-        records = iter(_taken(rows, list(itertools.chain.from_iterable(indices))))
-        for config, own in zip(block, indices, strict=True):
-            result, found = configs[config], list(itertools.islice(records, len(own)))
-            cells = _row(measurements, config, result, recommendation, here.get(config), on_spot.get(config), found)
+        records = iter(_take_rows(rows, list(itertools.chain.from_iterable(indices))))
+        for config, indices_here in zip(block, indices, strict=True):
+            result, records_here = configs[config], list(itertools.islice(records, len(indices_here)))
+            cells = _table_row(
+                measurements, config, result, recommendation, on_demand.get(config), on_spot.get(config), records_here
+            )
             cells["note"] = result.message if isinstance(result, OutOfMemory | Failed) else whys[config]
             yield {name: None if cell != cell else cell for name, cell in cells.items()}  # nan is written as nothing
 
 
-def _configs(
+def _configs_listed(
     measurements: TypeMeasurements, listed: Collection[Config], *, every: bool
 ) -> dict[Config, Measured | OutOfMemory | Failed | None]:
     """Return the candidates of a node type that have a line and what was asked for besides, each with its probe."""
     gpus = measurements.part.spec.cluster.gpus_per_node
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
     forecast = measurements.forecast
-    found = {*probes, *listed, *(forecast.candidates() if every or forecast.count <= FEW else ())}
-    return {config: probes.get(config) for config in sorted(found)}
+    configurations = {*probes, *listed, *(forecast.candidates() if every or forecast.count <= MAX_ROWS_LISTED else ())}
+    return {config: probes.get(config) for config in sorted(configurations)}
 
 
-def _forecasts(
+def _forecast_configs(
     measurements: TypeMeasurements, configs: Sequence[Config]
 ) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
     """Return the forecasts of configurations on demand and on spot nodes, and why others have none."""
     forecast = measurements.forecast
     whys = {config: forecast.why_not_begun(config) or forecast.why_unknown(config) for config in configs}
     offers = forecast.table(*columns([config for config, why in whys.items() if not why]))
-    here, on_spot = (
+    on_demand, on_spot = (
         {Config(row.nodes, row.batch): row for row in rows.records()}
         for rows in (offers, forecast.trainings.on_spot(offers))
     )
-    return here, on_spot, whys
+    return on_demand, on_spot, whys
 
 
-def _row(
+def _table_row(
     measurements: TypeMeasurements,
     config: Config,
     result: Measured | OutOfMemory | Failed | None,
@@ -218,7 +224,7 @@ def _row(
         "gpus_per_node": gpus,
         "batch": config.batch,
         "local_batch": config.local_batch(gpus),
-        "outcome": _outcome(result, predicted=row is not None),
+        "outcome": _describe_outcome(result, predicted=row is not None),
         "chosen": recommendation.choice in within,
         "within_limits": bool(within),
         "pareto": any(offer.pareto for offer in within),
@@ -255,14 +261,15 @@ def _measured_cells(probe: Measured | None) -> dict[str, Any]:
 
 def _progress_cells(within: Sequence[Prediction], currency: str) -> dict[str, float | None]:
     """Return the columns of the same progress, of the first forecast within the limits."""
-    found = within[0].same_progress if within else None
+    progress = within[0].same_progress if within else None
     names = {name: name for name in ("epochs", "hours", "hours_low", "hours_high")} | {"cost": f"cost_{currency}"}
     return {
-        f"same_progress_{column}": None if found is None else getattr(found, name) for name, column in names.items()
+        f"same_progress_{column}": None if progress is None else getattr(progress, name)
+        for name, column in names.items()
     }
 
 
-def _outcome(result: Measured | OutOfMemory | Failed | None, *, predicted: bool) -> str:
+def _describe_outcome(result: Measured | OutOfMemory | Failed | None, *, predicted: bool) -> str:
     if isinstance(result, OutOfMemory):
         return "out_of_memory_assumed" if result.assumed else "out_of_memory"
     if predicted:

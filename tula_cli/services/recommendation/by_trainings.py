@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tula_cli.models.time import stretches
-from tula_cli.models.time.stretches import Told
-from tula_cli.run.code import measured_with
+from tula_cli.models.time.stretches import TrainingObservations
+from tula_cli.run.code import measured_snapshot
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps
@@ -14,11 +14,13 @@ from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 
-NEWEST = 5
+MAX_TRAININGS = 5
 """Trainings of one configuration that count: more tell next to nothing beside them, of days longer ago."""
 
 
-def told_by_trainings(run: RunDir, spec: JobSpec, results: Sequence[Measured | OutOfMemory | Failed]) -> Told:
+def observations_from_trainings(
+    run: RunDir, spec: JobSpec, results: Sequence[Measured | OutOfMemory | Failed]
+) -> TrainingObservations:
     """Return what the steps of a run's trainings say, ended or not, and why those of some do not count.
 
     Those of other methods, models or code (which `tula compare` trains beside the job's own) say nothing of this one.
@@ -31,39 +33,49 @@ def told_by_trainings(run: RunDir, spec: JobSpec, results: Sequence[Measured | O
     measured = [result for result in results if isinstance(result, Measured)]
     names = run.train_signatures()
     if not measured or not names:
-        return Told()
+        return TrainingObservations()
     tasks = run.tasks()
-    asked = next((task.spec for task in tasks if isinstance(task, ProbeTask)), spec)
-    snapshot = measured_with(run)
-    found: list[TrainedSteps] = []
+    probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), spec)
+    snapshot = measured_snapshot(run)
+    observations: list[TrainedSteps] = []
     left_out: list[str] = []
     for name in sorted(names):
-        own = [task for task in tasks if isinstance(task, TrainTask) and task.signature == name]
-        if not own or not _alike(run, own[-1], asked, code="" if snapshot is None else snapshot.digest):
+        steps_here = [task for task in tasks if isinstance(task, TrainTask) and task.signature == name]
+        if not steps_here or not _trains_alike(
+            run, steps_here[-1], probed_job, code="" if snapshot is None else snapshot.digest
+        ):
             continue
-        told = stretches.told_by(own, run.training(name).sampled_metrics(), functools.partial(_refused, measured))
-        found += told.found
-        left_out += [f"training {name}: {why}" for why in told.left_out]
-    newest = [one for own in stretches.by_place(found).values() for one in own[-NEWEST:]]
-    return Told(tuple(sorted(newest, key=lambda one: (one.nodes, one.batch, one.until))), tuple(left_out))
+        training_observations = stretches.observations_from_training(
+            steps_here, run.training(name).sampled_metrics(), functools.partial(_why_not_counted, measured)
+        )
+        observations += training_observations.found
+        left_out += [f"training {name}: {why}" for why in training_observations.left_out]
+    newest = [
+        steps
+        for steps_here in stretches.group_by_configuration(observations).values()
+        for steps in steps_here[-MAX_TRAININGS:]
+    ]
+    return TrainingObservations(
+        tuple(sorted(newest, key=lambda steps: (steps.nodes, steps.batch, steps.until))), tuple(left_out)
+    )
 
 
-def _alike(run: RunDir, task: TrainTask, asked: JobSpec, *, code: str) -> bool:
+def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
     """Return whether a training makes the steps that the probes measured."""
     facts, train = task.spec.train.facts, task.spec.train
     if facts.tunes or facts.measured_as or (train.diagnostics and not facts.scales):
         return False
-    known = run.code(task.code)
-    return (known.digest if known is not None else "") == code and signature(task.spec) == signature(asked)
+    snapshot = run.code(task.code)
+    return (snapshot.digest if snapshot is not None else "") == code and signature(task.spec) == signature(probed_job)
 
 
-def _refused(measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None) -> str:
+def _why_not_counted(measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None) -> str:
     """Say why steps of an attempt do not belong to the probes' fit; where a script's ran is not told."""
     if environment is None:
         return ""
-    known = measured[0].environment
-    if environment["hardware"] != known.hardware:
-        return f"it ran on {environment['hardware']}, the probes on {known.hardware}"
+    probe_environment = measured[0].environment
+    if environment["hardware"] != probe_environment.hardware:
+        return f"it ran on {environment['hardware']}, the probes on {probe_environment.hardware}"
     versions = {probe.environment.torch for probe in measured}
     if environment["torch"] not in versions:
         return f"it ran with torch {environment['torch']}, the probes with {', '.join(sorted(versions))}"

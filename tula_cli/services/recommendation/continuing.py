@@ -2,14 +2,14 @@
 
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import changes
+from tula_cli.run.jobfile import job_changes
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.signature import train_signature
 from tula_cli.words import near, plural
 
 
-def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *, code: str) -> TrainTask:
+def continue_training(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *, code: str) -> TrainTask:
     """Return the task at the recommended configuration as one of the training that the recommendation was asked by.
 
     Samples are the clock of a training, so its newest checkpoint goes on at any nodes and batch; it is the next attempt, as
@@ -24,47 +24,47 @@ def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *
     Raises:
         SpecError: settings or code are not those of that training.
     """
-    rest = recommendation.continuation if recommendation is not None else None
-    training = run.training(rest.signature) if rest is not None else None
+    continuation = recommendation.continuation if recommendation is not None else None
+    training = run.training(continuation.signature) if continuation is not None else None
     tasks = training.tasks() if training is not None and training.result() is None else []
-    if recommendation is None or rest is None or not tasks:
+    if recommendation is None or continuation is None or not tasks:
         return task
-    if train_signature(task.spec, nodes=tasks[0].own_nodes, batch=tasks[0].batch, code=code) != rest.signature:
+    if train_signature(task.spec, nodes=tasks[0].own_nodes, batch=tasks[0].batch, code=code) != continuation.signature:
         raise SpecError(
-            f"training {rest.signature}, by which this was recommended, has other settings or code",
+            f"training {continuation.signature}, by which this was recommended, has other settings or code",
             "undo what was changed, or let tula recommend choose without --from-training",
         )
-    here, there = tasks[-1], (task.own_nodes, task.batch)
-    update = {"job": here.job, "signature": rest.signature, "max_lr_factor": here.max_lr_factor}
-    if any(later.attempt > rest.attempt and (later.own_nodes, later.batch) == there for later in tasks):
-        return task.model_copy(update={**update, "id": here.id, "attempt": here.attempt})
-    first, *smaller = task.ladder
-    rungs = (first.model_copy(update={"prediction": recommendation.choice}), *smaller)
-    attempt = here.attempt + 1
+    newest_task, target = tasks[-1], (task.own_nodes, task.batch)
+    update = {"job": newest_task.job, "signature": continuation.signature, "max_lr_factor": newest_task.max_lr_factor}
+    if any(later.attempt > continuation.attempt and (later.own_nodes, later.batch) == target for later in tasks):
+        return task.model_copy(update={**update, "id": newest_task.id, "attempt": newest_task.attempt})
+    first_batch, *smaller = task.ladder
+    rungs = (first_batch.model_copy(update={"prediction": recommendation.choice}), *smaller)
+    attempt = newest_task.attempt + 1
     cause = (
-        f"goes on with {plural(task.own_nodes)} at batch {task.batch} instead of {plural(here.nodes)} at {here.batch}, as its own"
+        f"goes on with {plural(task.own_nodes)} at batch {task.batch} instead of {plural(newest_task.nodes)} at {newest_task.batch}, as its own"
         " steps recommend"
     )
     return task.model_copy(
-        update={**update, "id": f"{here.job}-{attempt}", "attempt": attempt, "ladder": rungs, "cause": cause}
+        update={**update, "id": f"{newest_task.job}-{attempt}", "attempt": attempt, "ladder": rungs, "cause": cause}
     )
 
 
-def left_behind(run: RunDir, task: TrainTask) -> str:
+def describe_interrupted_training(run: RunDir, task: TrainTask) -> str:
     """Say which interrupted training this one is not, and by which settings; empty where it is begun, or there is none."""
     if run.training(task.signature).newest_task() is not None:
         return ""
     for signature in run.train_signatures():
-        other = run.training(signature)
-        newest, samples = other.newest_task(), other.newest_samples()
+        training = run.training(signature)
+        newest, samples = training.newest_task(), training.newest_samples()
         if (
             newest is None
             or not samples
-            or other.summary()
+            or training.summary()
             or (newest.own_nodes, newest.batch) != (task.own_nodes, task.batch)
         ):
             continue
-        keys = [key for key in changes(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
+        keys = [key for key in job_changes(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
         if keys:
             return (
                 f"training {signature} stands at {samples} samples, with another {' and '.join(keys)}: this is a training of"

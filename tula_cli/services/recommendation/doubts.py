@@ -11,14 +11,14 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.words import duration, is_too_wide, plural
 
-_REASONS = 5  # for which configurations are left out that are told one by one
-_DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
+_MAX_REASONS = 5  # for which configurations are left out that are told one by one
+_MAX_DISAGREEMENT = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
 
 Results = Sequence[Measured | OutOfMemory | Failed]
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownConfigurations:
     """Configurations within the limits whose step time the probes do not tell, all for one reason."""
 
     why: str
@@ -26,33 +26,35 @@ class Unknown:
     nodes: tuple[int, ...]  # the numbers of nodes among them, ascending
 
 
-def under_way_words(pending: int) -> str:
+def describe_pending(pending: int) -> str:
     """Say how many probes are queued or running."""
     return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
 
 
-def state_of_the_probes(results: Results, unknown: Sequence[Unknown], *, pending: int) -> list[str]:
+def probe_warnings(results: Results, unknown: Sequence[UnknownConfigurations], *, pending: int) -> list[str]:
     """Say what is missing: probes under way, probes that failed, configurations left out of the table."""
     warnings = []
     if pending:
-        warnings.append(f"{under_way_words(pending)}: the answer may change when they are done")
+        warnings.append(f"{describe_pending(pending)}: the answer may change when they are done")
     warnings += [
         f"the probe with {plural(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
         " tula profile runs it again"
         for result in results
         if isinstance(result, Failed)
     ]
-    for left_out in unknown[:_REASONS]:
+    for left_out in unknown[:_MAX_REASONS]:
         on = ", ".join(map(str, left_out.nodes))
         warnings.append(f"{left_out.count} configurations on {on} nodes are left out: {left_out.why}")
-    if more := unknown[_REASONS:]:
-        counts = [count for left_out in more for count in left_out.nodes]
+    if remaining := unknown[_MAX_REASONS:]:
+        counts = [count for left_out in remaining for count in left_out.nodes]
         on = f"on {len(counts)} other numbers of nodes ({min(counts)} to {max(counts)})"
-        warnings.append(f"{sum(one.count for one in more)} configurations more are left out, for like reasons, {on}")
+        warnings.append(
+            f"{sum(group.count for group in remaining)} configurations more are left out, for like reasons, {on}"
+        )
     return warnings
 
 
-def disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
+def warn_disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
     """Warn of probes that measured while trainings of the same user ran on the same GPUs or cores."""
     return [
         f"{attempt.task} measured while {', '.join(attempt.disturbed_by)} ran on the same GPUs or cores: its step times may"
@@ -62,7 +64,7 @@ def disturbed_probes(attempts: Sequence[Attempt]) -> list[str]:
     ]
 
 
-def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
+def choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     """Say why the choice may be less than it seems."""
     chosen, warnings = choice.prediction, []
     if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
@@ -70,10 +72,10 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
             "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
             " measure more (search.strategy: sweep or full) to know it"
         )
-    warnings += _wide_interval(chosen)
+    warnings += _warn_wide_interval(chosen)
     if chosen.further:
-        warnings.append(_extrapolated(forecast, chosen))
-    warnings += _second_opinion(forecast, chosen)
+        warnings.append(_warn_extrapolated(forecast, chosen))
+    warnings += _warn_second_opinion(forecast, chosen)
     margin = forecast.spec.search.memory_margin
     if chosen.headroom is not None and chosen.headroom < margin:
         warnings.append(
@@ -89,7 +91,7 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     return warnings
 
 
-def _wide_interval(chosen: Prediction) -> list[str]:
+def _warn_wide_interval(chosen: Prediction) -> list[str]:
     low, high = chosen.hours_low, chosen.hours_high
     if low is None or high is None or not is_too_wide(low, high):
         return []
@@ -99,7 +101,7 @@ def _wide_interval(chosen: Prediction) -> list[str]:
     ]
 
 
-def _extrapolated(forecast: Forecast, chosen: Prediction) -> str:
+def _warn_extrapolated(forecast: Forecast, chosen: Prediction) -> str:
     most, gpus = plural(max(nodes for nodes, _ in forecast.probes)), forecast.spec.cluster.gpus_per_node
     had, follows = f"more than {most}", "how synchronisation has grown up to there"
     if forecast.steps.levels:
@@ -111,20 +113,23 @@ def _extrapolated(forecast: Forecast, chosen: Prediction) -> str:
 
 
 def _why_no_spot(forecast: Forecast) -> str:
-    if forecast.saving is not None and not forecast.saving.known:
+    if forecast.saving is not None and not forecast.saving.is_known:
         return "how often the script saves is not known until it trains (or say script.resume.every)"
     return "interruptions would leave no time to get anywhere"
 
 
-def _second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
+def _warn_second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
     """Say where a fit without overlap, which is right where little is overlapped, sees the choice quite differently."""
     gpus = forecast.spec.cluster.gpus_per_node
-    other = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
-    if other is None or chosen.step_low is None or chosen.step_high is None:
+    second_opinion = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
+    if second_opinion is None or chosen.step_low is None or chosen.step_high is None:
         return []
-    if chosen.step_low <= other <= chosen.step_high or abs(other / chosen.step_time - 1) < _DISAGREE:
+    if (
+        chosen.step_low <= second_opinion <= chosen.step_high
+        or abs(second_opinion / chosen.step_time - 1) < _MAX_DISAGREEMENT
+    ):
         return []
     return [
-        f"a plain additive fit of the same probes gives {other * 1e3:.3g} ms a step for the choice, not"
+        f"a plain additive fit of the same probes gives {second_opinion * 1e3:.3g} ms a step for the choice, not"
         f" {chosen.step_time * 1e3:.3g} ms: measure it (search.strategy: full, or adaptive) before relying on it"
     ]

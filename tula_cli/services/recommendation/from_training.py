@@ -11,8 +11,8 @@ from tula_cli.models.choice.early_end import share_left
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.cost import cost
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.time.changes.step_change import middle
-from tula_cli.models.time.pace import Pace, paced
+from tula_cli.models.time.changes.step_change import median_parts
+from tula_cli.models.time.pace import TrainingPace, results_at_pace
 from tula_cli.run.directory import Part
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Continuation, Prediction, Recommendation
@@ -20,47 +20,47 @@ from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.recommendation.doubts import Results
 
-FEWEST = 5
+MIN_ROWS = 5
 """Rows of steps, of a second each, from which on a pace is known."""
-NEWEST = 60
+MAX_ROWS = 60
 """Rows that it is taken from."""
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class UnfinishedTraining:
     """A training that has not ended, and its pace."""
 
     part: Part
     task: TrainTask
-    pace: Pace
+    pace: TrainingPace
     samples: int  # trained
     left: float  # share of the training that is still to come
 
 
-def under_way(parts: Sequence[Part]) -> UnderWay:
+def find_unfinished_training(parts: Sequence[Part]) -> UnfinishedTraining:
     """Return the training that was worked on last, of all parts of a job.
 
     Raises:
         BadMeasurements: there is none, it has ended, or it has told too few steps since they changed.
         SpecError: it is one by a script, which tells whole steps alone.
     """
-    found = [(rows[-1]["time"], part, task, rows) for part in parts for task, rows in _trainings(part)]
-    if not found:
+    trainings = [(rows[-1]["time"], part, task, rows) for part in parts for task, rows in _unfinished_trainings(part)]
+    if not trainings:
         raise BadMeasurements("no training of this run is under way", "tula train starts one")
-    _, part, task, rows = max(found, key=lambda one: one[0])
+    _, part, task, rows = max(trainings, key=lambda one: one[0])
     if task.spec.script is not None:
         raise SpecError("a training by a script tells whole steps alone", "tula recommend without --from-training")
     if not any(isinstance(result, Measured) for result in part.run.results()):
         raise BadMeasurements("nothing was measured for this job", "run tula profile first")
     samples = int(rows[-1]["samples"])
-    left = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs_at_most)
-    return UnderWay(part, task, _pace(task, rows), samples, left)
+    remaining_share = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs_at_most)
+    return UnfinishedTraining(part, task, _training_pace(task, rows), samples, remaining_share)
 
 
-def _trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
+def _unfinished_trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
     """Return the newest task of each training that has not ended, with its rows of progress."""
     signatures = dict.fromkeys(task.signature for task in part.run.tasks() if isinstance(task, TrainTask))
-    found = []
+    trainings = []
     for training in map(part.run.training, signatures):
         if training.result() is not None:
             continue
@@ -69,11 +69,11 @@ def _trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
             [row for row in training.sampled_metrics() if row["kind"] in ("start", "step", "epoch", "change")],
         )
         if task is not None and rows:
-            found.append((task, rows))
-    return found
+            trainings.append((task, rows))
+    return trainings
 
 
-def _pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> Pace:
+def _training_pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> TrainingPace:
     """Return what the steps take since the newest start, and since they changed."""
     start = max((at for at, row in enumerate(rows) if row["kind"] == "start"), default=0)
     since = max((row["change"]["began_at"] for row in rows[start:] if row["kind"] == "change"), default=0.0)
@@ -81,28 +81,30 @@ def _pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> Pace:
     batch = steps[-1].get("batch", task.batch) if steps else task.batch  # an older tula wrote none; it may have grown
     # Refreshes of factors come on top of a step; an older log does not tell them apart.
     plain = [row for row in steps if row.get("plain_time", row["step_time"]) is not None]
-    seen = [row for row in plain if row.get("batch", batch) == batch][-NEWEST:]
-    if len(seen) < FEWEST:
+    plain_rows = [row for row in plain if row.get("batch", batch) == batch][-MAX_ROWS:]
+    if len(plain_rows) < MIN_ROWS:
         raise BadMeasurements(
-            f"training {task.signature} has told its steps {len(seen)} times since it started or changed, which is too few",
-            f"run the same command again after {FEWEST - len(seen)} s or some steps more",
+            f"training {task.signature} has told its steps {len(plain_rows)} times since it started or changed, which is too few",
+            f"run the same command again after {MIN_ROWS - len(plain_rows)} s or some steps more",
         )
-    parts = [
+    parts_by_row = [
         StepParts(
             step=row.get("plain_time", row["step_time"]),
             data=row["data_wait"],
             compute=row.get("compute"),
             sync=row.get("sync"),
         )
-        for row in seen
+        for row in plain_rows
     ]
     gpus = task.spec.cluster.gpus_per_node
     local_batch = batch // (task.nodes * gpus)
-    return Pace(task.nodes, gpus, local_batch, tuple(part.step for part in parts), middle(parts))
+    return TrainingPace(
+        task.nodes, gpus, local_batch, tuple(step_parts.step for step_parts in parts_by_row), median_parts(parts_by_row)
+    )
 
 
 def results_now(
-    training: UnderWay, results: Sequence[Measured | OutOfMemory | Failed]
+    training: UnfinishedTraining, results: Sequence[Measured | OutOfMemory | Failed]
 ) -> tuple[tuple[Measured | OutOfMemory | Failed, ...], tuple[str, ...]]:
     """Return the results of the probes at the training's pace, and what that rests on in words.
 
@@ -110,16 +112,16 @@ def results_now(
         BadMeasurements, Infeasible: the probes cannot be fitted.
     """
     steps, gpus = Forecast.from_results(training.part.spec, results).steps, training.pace.gpus_per_node
-    found = paced(
+    paced_results = results_at_pace(
         results,
         training.pace,
         step_of=lambda nodes, local: float(steps.predict_all([nodes], [gpus], [local])[0][0]),
         compute_of=lambda nodes, local: steps.compute(nodes, gpus, local),
     )
-    return found.results, found.told
+    return paced_results.results, paced_results.told
 
 
-def continuation(training: UnderWay, choice: Prediction, stay: Prediction | None) -> Continuation:
+def continuation(training: UnfinishedTraining, choice: Prediction, stay: Prediction | None) -> Continuation:
     """Return what the rest of a training takes where it is, and where it would go on.
 
     Args:
@@ -127,7 +129,7 @@ def continuation(training: UnderWay, choice: Prediction, stay: Prediction | None
         choice: of the configurations as they would be now.
         stay: the training's own configuration, likewise; None where it is not a candidate any more.
     """
-    task, left = training.task, training.left
+    task, remaining_share = training.task, training.left
     moves = (choice.nodes, choice.batch) != (task.nodes, task.batch)
     restart = choice.parts.rest / 3600 if choice.parts and moves else 0.0
     spec = training.part.spec
@@ -145,30 +147,36 @@ def continuation(training: UnderWay, choice: Prediction, stay: Prediction | None
         nodes=task.nodes,
         batch=task.batch,
         samples=training.samples,
-        left=left,
+        left=remaining_share,
         moves=moves,
-        hours=share_left(choice, left) * choice.hours + restart,
-        cost=share_left(choice, left) * choice.cost + price,
-        hours_as_it_is=None if stay is None else share_left(stay, left) * stay.hours,
-        cost_as_it_is=None if stay is None else share_left(stay, left) * stay.cost,
+        hours=share_left(choice, remaining_share) * choice.hours + restart,
+        cost=share_left(choice, remaining_share) * choice.cost + price,
+        hours_as_it_is=None if stay is None else share_left(stay, remaining_share) * stay.hours,
+        cost_as_it_is=None if stay is None else share_left(stay, remaining_share) * stay.cost,
     )
 
 
-def continued(training: UnderWay | None, found: Recommendation, rows: Offers) -> Recommendation:
+def with_continuation(
+    training: UnfinishedTraining | None, recommendation: Recommendation, rows: Offers
+) -> Recommendation:
     """Return an answer with what the rest of a training takes, where it was asked by one's steps."""
     if training is None:
-        return found
-    here = (rows.nodes == training.task.nodes) & (rows.batch == training.task.batch)
-    (places,) = np.nonzero(here & (rows.type == (training.part.type or "")) & (rows.market == found.choice.market))
-    stay = rows.record(int(places[0])) if len(places) else None
-    return found.model_copy(update={"continuation": continuation(training, found.choice, stay)})
+        return recommendation
+    is_here = (rows.nodes == training.task.nodes) & (rows.batch == training.task.batch)
+    (positions,) = np.nonzero(
+        is_here & (rows.type == (training.part.type or "")) & (rows.market == recommendation.choice.market)
+    )
+    stay = rows.record(int(positions[0])) if len(positions) else None
+    return recommendation.model_copy(update={"continuation": continuation(training, recommendation.choice, stay)})
 
 
-def results_by_type(parts: Sequence[Part], training: UnderWay | None) -> tuple[dict[str | None, Results], list[str]]:
+def results_by_type(
+    parts: Sequence[Part], training: UnfinishedTraining | None
+) -> tuple[dict[str | None, Results], list[str]]:
     """Return the results of each type of node, at the pace of a training where one is given, and what that rests on."""
-    found: dict[str | None, Results] = {part.type: part.run.results() for part in parts}
+    results_by_type: dict[str | None, Results] = {part.type: part.run.results() for part in parts}
     if training is None:
-        return found, []
-    own = training.part.type
-    found[own], told = results_now(training, found[own])
-    return found, list(told)
+        return results_by_type, []
+    training_type = training.part.type
+    results_by_type[training_type], explanations = results_now(training, results_by_type[training_type])
+    return results_by_type, list(explanations)

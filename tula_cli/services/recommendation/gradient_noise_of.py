@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.efficiency import EARLY, Noise, noise_scale
-from tula_cli.models.ramp.by_noise import MEASURE, UNMEASURED, NoisePath, in_epochs
-from tula_cli.models.ramp.stage_nodes import ramp_on
+from tula_cli.models.efficiency import EARLY_SHARE, Noise, noise_scale
+from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, with_epochs
+from tula_cli.models.ramp.stage_nodes import ramp_on_nodes
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation, Stage
@@ -19,19 +19,19 @@ from tula_cli.spec.job import JobSpec
 
 def noisy_trainings(run: RunDir) -> list[TrainingRun]:
     """Return the trainings of a run that measure their gradient noise."""
-    found = [run.training(signature) for signature in run.train_signatures()]
-    return [training for training in found if (task := training.newest_task()) and task.spec.train.noise_measured]
+    trainings = [run.training(signature) for signature in run.train_signatures()]
+    return [training for training in trainings if (task := training.newest_task()) and task.spec.train.noise_measured]
 
 
-def trained_noise(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:
-    """Return what trainings of runs have measured, as `after_training` has it; None of a script."""
+def noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:
+    """Return what trainings of runs have measured, as `noise_near_tenth` has it; None of a script."""
     if spec.script is not None:
         return None
-    found = [training for run in runs for training in noisy_trainings(run)]
-    return after_training(found, reference=spec.train.reference_batch, epochs=spec.train.epochs)
+    trainings = [training for run in runs for training in noisy_trainings(run)]
+    return noise_near_tenth(trainings, reference=spec.train.reference_batch, epochs=spec.train.epochs)
 
 
-def after_training(trainings: Iterable[TrainingRun], *, reference: int, epochs: int) -> Noise | None:
+def noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, epochs: int) -> Noise | None:
     """Return the noise that was measured nearest to a tenth of the epochs, at the reference batch if there is one.
 
     Args:
@@ -42,10 +42,10 @@ def after_training(trainings: Iterable[TrainingRun], *, reference: int, epochs: 
     Returns:
         None where none has measured it yet, or what was measured does not tell it.
     """
-    rows = [row for row in _rows(trainings) if row["epoch"] > 0]
+    rows = [row for row in _noise_rows(trainings) if row["epoch"] > 0]
 
     def off(row: dict[str, Any]) -> tuple[bool, float]:
-        return row["batch"] != reference, abs(math.log(row["epoch"] / (EARLY * epochs)))
+        return row["batch"] != reference, abs(math.log(row["epoch"] / (EARLY_SHARE * epochs)))
 
     for row in sorted(rows, key=off):
         noise = noise_scale([GradientStats.model_validate(row["stats"])])
@@ -54,7 +54,7 @@ def after_training(trainings: Iterable[TrainingRun], *, reference: int, epochs: 
     return None
 
 
-def _rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
+def _noise_rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
     return [row for training in trainings for row in training.sampled_metrics() if row["kind"] == "noise"]
 
 
@@ -75,19 +75,21 @@ def noise_path(
     """
     if spec.train.stages != "noise":
         return None
-    seen = [found.gradients for found in results if isinstance(found, Measured) and found.gradients is not None]
-    stats: dict[float, Sequence[GradientStats]] = {0.0: seen}
+    gradient_stats = [
+        noise.gradients for noise in results if isinstance(noise, Measured) and noise.gradients is not None
+    ]
+    stats: dict[float, Sequence[GradientStats]] = {0.0: gradient_stats}
     by_epoch = defaultdict(list)
-    for row in _rows(training for run in runs for training in noisy_trainings(run)):
+    for row in _noise_rows(training for run in runs for training in noisy_trainings(run)):
         by_epoch[float(row["epoch"])].append(row)
     for epoch, rows in by_epoch.items():
-        own = [row for row in rows if row["batch"] == spec.train.reference_batch]
-        stats[epoch] = [GradientStats.model_validate(row["stats"]) for row in own or rows]
-    scales = {epoch: found.scale for epoch, those in stats.items() if (found := noise_scale(those))}
-    return NoisePath.of(scales, reference=spec.train.reference_batch)
+        reference_rows = [row for row in rows if row["batch"] == spec.train.reference_batch]
+        stats[epoch] = [GradientStats.model_validate(row["stats"]) for row in reference_rows or rows]
+    scales = {epoch: noise.scale for epoch, stats_at_epoch in stats.items() if (noise := noise_scale(stats_at_epoch))}
+    return NoisePath.from_measurements(scales, reference=spec.train.reference_batch)
 
 
-def planned_stages(
+def plan_stages(
     run: RunDir, spec: JobSpec, nodes: int, batch: int, dataset_size: int, *, recommended: Recommendation | None
 ) -> tuple[Stage, ...]:
     """Return the stages of a training that begins, that of its own batch last; none where its batch does not grow.
@@ -103,13 +105,13 @@ def planned_stages(
     Raises:
         BadMeasurements: they follow from a noise that nothing has measured.
     """
-    asked = spec.train.stages
-    if asked is None or spec.script is not None:
+    stages_setting = spec.train.stages
+    if stages_setting is None or spec.script is not None:
         return ()
-    if asked == "noise" and recommended is not None and recommended.choice.type and recommended.stages:
+    if stages_setting == "noise" and recommended is not None and recommended.choice.type and recommended.stages:
         return recommended.stages
     noise = noise_path([run], spec, run.results())
-    if asked == "noise" and noise is None:
-        raise BadMeasurements(UNMEASURED, MEASURE)
-    found = ramp_on(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
-    return in_epochs(found.stages, dataset_size)
+    if stages_setting == "noise" and noise is None:
+        raise BadMeasurements(NOISE_NOT_MEASURED, HOW_TO_MEASURE)
+    ramp = ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
+    return with_epochs(ramp.stages, dataset_size)

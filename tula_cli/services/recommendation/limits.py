@@ -58,21 +58,21 @@ class Limits:
 
     def __iter__(self) -> Iterator["_Bound"]:
         """Iterate over the bounds there are, in the order they are applied."""
-        for words, most, value in (
+        for name, most, value in (
             ("at most {:g} nodes", self.max_nodes, lambda rows: rows.nodes),
             ("a batch of at most {:g}", self.max_batch, lambda rows: rows.batch),
             (f"a deadline of {self._deadline}{self._to}", self.deadline_hours, self.hours),
             (f"a budget of {{:g}}{self._to}", self.budget, self.cost),
         ):
             if most is not None:
-                yield _Bound(words.format(most), most, value)
+                yield _Bound(name.format(most), most, value)
 
     @property
     def _deadline(self) -> str:
         """The deadline as it was given, and in the unit in which times are told."""
         hours = self.deadline_hours or 0.0
-        told = duration(3600 * hours)
-        return f"{hours:g} h" if told.endswith(" h") else f"{hours:g} h ({told})"
+        duration_text = duration(3600 * hours)
+        return f"{hours:g} h" if duration_text.endswith(" h") else f"{hours:g} h ({duration_text})"
 
     @property
     def _to(self) -> str:
@@ -108,17 +108,18 @@ class Criteria:
             raise SpecError(
                 "--what-if and --from-training: a training goes on on the nodes there are", "give one of them"
             )
-        for name, value, known in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
-            if value not in get_args(known):
+        for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
+            if value not in get_args(allowed):
                 raise SpecError(
-                    f"{name} {value!r} is none of {', '.join(get_args(known))}", nearest(str(value), get_args(known))
+                    f"{name} {value!r} is none of {', '.join(get_args(allowed))}",
+                    nearest(str(value), get_args(allowed)),
                 )
 
     @property
     def options(self) -> list[str]:
         """All but the objective, as one types it."""
         limits = self.limits
-        told = {
+        options = {
             "curve": None if self.curve == "time" else self.curve,
             "nodes": limits.nodes,
             "max-nodes": limits.max_nodes,
@@ -130,7 +131,7 @@ class Criteria:
         by = ["--from-training"] * self.from_training
         runs = [f"--with-run {path.name}" for path in self.with_runs]
         supposed = [f"--what-if {text}" for text in self.what_if]
-        return [*(f"--{name} {value}" for name, value in told.items() if value is not None), *by, *runs, *supposed]
+        return [*(f"--{name} {value}" for name, value in options.items() if value is not None), *by, *runs, *supposed]
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class _Bound:
     value: Callable[[Offers], Floats | Ints]
 
 
-def described_limits(row: Prediction, currency: str) -> str:
+def describe_limits(row: Prediction, currency: str) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
         f"{plural(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {duration(3600 * row.hours)},"

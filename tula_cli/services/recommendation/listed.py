@@ -13,17 +13,17 @@ from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.services.recommendation.beyond.wall_times import within_bins
-from tula_cli.services.recommendation.limits import Limits, described_limits
+from tula_cli.services.recommendation.limits import Limits, describe_limits
 from tula_cli.services.recommendation.measured import TypeMeasurements, trained_epochs
 from tula_cli.words import plural
 
-FEW = 40
+MAX_ROWS_LISTED = 40
 """Configurations that are all listed unasked."""
 
-_MOST_OF_THE_FRONT = 200
+_MAX_FRONT_ROWS = 200
 
 
-def listed(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
+def select_rows(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
     """Return which rows are listed, shape (n,): of each configuration all markets or none.
 
     Of many these are the choice and the runners-up, what nothing beats (of very much of it every so many, from the fastest to
@@ -35,11 +35,11 @@ def listed(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
         quantity: what the best of a batch has least of.
     """
     numbers = rows.configurations()
-    if numbers.max() < FEW:
+    if numbers.max() < MAX_ROWS_LISTED:
         return np.ones(len(rows), dtype=bool)
     worth = rows.measured.copy()
     (front,) = np.nonzero(rows.pareto)
-    worth[front[np.unique(np.linspace(0, len(front) - 1, _MOST_OF_THE_FRONT).round().astype(int))]] = True
+    worth[front[np.unique(np.linspace(0, len(front) - 1, _MAX_FRONT_ROWS).round().astype(int))]] = True
     worth[best_of_each_batch(rows, quantity)] = True
     for row in (choice.prediction, *choice.runners_up):
         worth |= (rows.nodes == row.nodes) & (rows.batch == row.batch) & (rows.type == row.type)
@@ -52,35 +52,39 @@ def _with_progress(rows: Offers, measurements: TypeMeasurements, noise: Noise | 
         return rows
     spec = measurements.part.spec
     epochs = trained_epochs(spec, measurements.forecast.dataset_size)
-    found = efficiency.same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
-    return replace(rows, same_progress=found)
+    progress = efficiency.same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
+    return replace(rows, same_progress=progress)
 
 
-def within(all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: Noise | None = None) -> Offers:
+def offers_within_limits(
+    all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: Noise | None = None
+) -> Offers:
     """Return the forecasts within the limits, fastest first.
 
     Raises:
         Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
     """
-    left = Offers.join([_with_progress(one.offers(limits), one, noise) for one in all_measurements])
-    if not len(left):
-        raise _nothing_fits(all_measurements[0].forecast, limits)
-    left = within_bins(left, all_measurements)
+    remaining = Offers.join(
+        [_with_progress(measurements.offers(limits), measurements, noise) for measurements in all_measurements]
+    )
+    if not len(remaining):
+        raise _describe_nothing_fits(all_measurements[0].forecast, limits)
+    remaining = within_bins(remaining, all_measurements)
     for bound in limits:
-        values = bound.value(left)
+        values = bound.value(remaining)
         if not (values <= bound.most).any():
-            closest = left.take([np.lexsort((left.hours, values))[0]])
+            closest = remaining.take([np.lexsort((remaining.hours, values))[0]])
             (row,) = replace(closest, hours=limits.hours(closest), cost=limits.cost(closest)).records()
-            described = described_limits(row, all_measurements[0].part.spec.pricing.currency)
+            described = describe_limits(row, all_measurements[0].part.spec.pricing.currency)
             raise Infeasible(
                 f"no configuration is within {bound.words}; the closest is {described}",
                 "relax that limit, or search other numbers of nodes and batches",
             )
-        left = left.take(values <= bound.most)
-    return left.ordered()
+        remaining = remaining.take(values <= bound.most)
+    return remaining.ordered()
 
 
-def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
+def _describe_nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
     """Say of the smallest batch on the wanted nodes why it cannot run, or why nothing is known of it."""
     on = f" on {plural(limits.nodes)}" if limits.nodes is not None else ""
     tried = forecast.candidates(limits.wanted)

@@ -16,20 +16,20 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.time.noise import centre
-from tula_cli.models.time.stretches import Told
+from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.models.time.stretches import TrainingObservations
 from tula_cli.models.time.what_if import Change
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
 from tula_cli.services.progress.held_against import calibrated
-from tula_cli.services.recommendation.beyond.other_sizes import TrainingsOnce, beside
-from tula_cli.services.recommendation.by_trainings import told_by_trainings
-from tula_cli.services.recommendation.doubts import Results, Unknown, under_way_words
-from tula_cli.services.recommendation.gradient_noise_of import noise_path, trained_noise
+from tula_cli.services.recommendation.beyond.other_sizes import CachedTrainings, measurements_of_other_sizes
+from tula_cli.services.recommendation.by_trainings import observations_from_trainings
+from tula_cli.services.recommendation.doubts import Results, UnknownConfigurations, describe_pending
+from tula_cli.services.recommendation.gradient_noise_of import noise_from_trainings, noise_path
 from tula_cli.services.recommendation.limits import Limits
-from tula_cli.services.recommendation.saves import saves_of
-from tula_cli.services.recommendation.validation import Validation, validate
+from tula_cli.services.recommendation.saves import newest_saves
+from tula_cli.services.recommendation.validation import Validation, cross_validate_strategies
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.spec.scripts.section import samples
 
@@ -41,7 +41,7 @@ class TypeMeasurements:
     part: Part
     results: Results
     forecast: Forecast
-    unknown: tuple[Unknown, ...]
+    unknown: tuple[UnknownConfigurations, ...]
     pending: int
     left_out: tuple[str, ...] = ()  # trainings whose steps do not count, and why
     others: OtherSizes = NO_OTHER_SIZES  # that the step time is fitted to as well
@@ -57,28 +57,30 @@ class TypeMeasurements:
 
     def offers(self, limits: Limits) -> Offers:
         """Return the forecasts on each market."""
-        found = self.forecast.offers(limits.wanted)
-        return replace(found, type=np.full(len(found), self.type))
+        offers = self.forecast.offers(limits.wanted)
+        return replace(offers, type=np.full(len(offers), self.type))
 
     @property
     def trained(self) -> tuple[TrainedSteps, ...]:
         """The trainings whose steps count, beside the probes of their configurations."""
         probes = self.forecast.probes
         return tuple(
-            one.model_copy(update={"probed": centre(probes[place].step_times) if place in probes else None})
-            for place, seen in self.forecast.trained.items()
-            for one in seen
+            steps.model_copy(
+                update={"probed": trimmed_mean(probes[configuration].step_times) if configuration in probes else None}
+            )
+            for configuration, steps_here in self.forecast.trained.items()
+            for steps in steps_here
         )
 
-    def validated(self) -> tuple[Validation, ...]:
+    def cross_validate(self) -> tuple[Validation, ...]:
         """Return how well each strategy would have foreseen what was measured.
 
         Raises:
             BadMeasurements: too little was.
         """
-        trained = [one for seen in self.forecast.trained.values() for one in seen]
+        trained = [steps for steps_here in self.forecast.trained.values() for steps in steps_here]
         probes, widened = self.forecast.probes.values(), self.forecast.calibration.step
-        return validate(self.part.spec, probes, trained=trained, others=self.others, widened=widened)
+        return cross_validate_strategies(self.part.spec, probes, trained=trained, others=self.others, widened=widened)
 
     def under(self, change: Change) -> "TypeMeasurements":
         """Return them with the forecast under another network, or on other GPUs.
@@ -86,23 +88,23 @@ class TypeMeasurements:
         Raises:
             BadMeasurements: the probes do not tell what is to be changed.
         """
-        return replace(self, forecast=self.forecast.under(change))
+        return replace(self, forecast=self.forecast.with_change(change))
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return a forecast on the market that it is not for."""
         on_demand = self.forecast.predict(Config(row.nodes, row.batch))
-        found = self.forecast.on_spot(on_demand) if row.market == "on_demand" else on_demand
-        return found and found.model_copy(update={"type": row.type})
+        other_prediction = self.forecast.on_spot(on_demand) if row.market == "on_demand" else on_demand
+        return other_prediction and other_prediction.model_copy(update={"type": row.type})
 
 
-def measurements_of(
+def gather_measurements(
     parts: Sequence[Part],
     limits: Limits,
     pending: Mapping[str | None, int],
     results_of: Mapping[str | None, Results],
     *,
     at_a_pace: bool = False,
-    others: OtherSizes = NO_OTHER_SIZES,
+    other_sizes_given: OtherSizes = NO_OTHER_SIZES,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
 
@@ -117,34 +119,45 @@ def measurements_of(
     Raises:
         Pending, BadMeasurements, Infeasible: no type is left.
     """
-    found, errors = [], []
+    all_measurements, errors = [], []
     calibration, unread = calibrated(parts[0].run.path, parts[0].spec.cluster.kind)
-    every = [result for results in results_of.values() for result in results]
-    noise, tell = noise_path([part.run for part in parts], parts[0].spec, every), TrainingsOnce()
+    all_results = [result for results in results_of.values() for result in results]
+    noise, tell = noise_path([part.run for part in parts], parts[0].spec, all_results), CachedTrainings()
     for part in parts:
         try:
-            results, left = results_of[part.type], pending.get(part.type, 0)
-            told = Told() if at_a_pace else tell(part)
-            sizes = NO_OTHER_SIZES if at_a_pace else others + beside(part, tell)
-            forecast = _forecast(part, results, told.found, calibration, others=sizes, noise=noise, pending=left)
-            known = _type_measurements(part, results, forecast, limits, told, pending=left)
-            found.append(replace(known, others=sizes))
+            results, pending_here = results_of[part.type], pending.get(part.type, 0)
+            observations = TrainingObservations() if at_a_pace else tell(part)
+            sizes = NO_OTHER_SIZES if at_a_pace else other_sizes_given + measurements_of_other_sizes(part, tell)
+            forecast = _fit_forecast(
+                part, results, observations.found, calibration, others=sizes, noise=noise, pending=pending_here
+            )
+            measurements = _type_measurements(part, results, forecast, limits, observations, pending=pending_here)
+            all_measurements.append(replace(measurements, others=sizes))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
-    if not found:
+    if not all_measurements:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
-    return found, [*(f"node type {part.type} is left out: {error.message}" for part, error in errors), *unread]
+    return all_measurements, [
+        *(f"node type {part.type} is left out: {error.message}" for part, error in errors),
+        *unread,
+    ]
 
 
 def _type_measurements(
-    part: Part, results: Results, forecast: Forecast, limits: Limits, told: Told, *, pending: int
+    part: Part,
+    results: Results,
+    forecast: Forecast,
+    limits: Limits,
+    observations: TrainingObservations,
+    *,
+    pending: int,
 ) -> TypeMeasurements:
-    unknown = _unknown(forecast, limits)
+    unknown = _group_unknown(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)
-    return TypeMeasurements(part, results, forecast, unknown, pending, told.left_out)
+    return TypeMeasurements(part, results, forecast, unknown, pending, observations.left_out)
 
 
-def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
+def gradient_noise_of_job(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
     """Return the gradient noise scale that a training has measured on its way, else the probes of all node types at its start.
 
     It is the job's, not the hardware's.
@@ -155,33 +168,33 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
     probes = [
         result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
     ]
-    known = [probe.gradients for probe in probes if probe.gradients is not None]
+    gradient_stats = [probe.gradients for probe in probes if probe.gradients is not None]
     runs = [measurements.part.run for measurements in all_measurements]
-    noise = trained_noise(runs, all_measurements[0].part.spec) or efficiency.noise_scale(known)
+    noise = noise_from_trainings(runs, all_measurements[0].part.spec) or efficiency.noise_scale(gradient_stats)
     if noise is not None or not needed:
         return noise
     hint = (
         "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
         " results are older than this objective, delete some in results/ and run tula profile again"
     )
-    raise _untold(
+    raise _not_told_error(
         all_measurements,
         f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
-        hint if known else f"of a script that takes {_DDP}; choose by another objective",
+        hint if gradient_stats else f"of a script that takes {_DDP}; choose by another objective",
     )
 
 
 _DDP = "DistributedDataParallel on two or more GPUs, and probes that the script does not end by itself"
 
 
-def without_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]:
+def warn_no_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]:
     """Say why nothing is told of the same progress where no probe has measured gradients."""
     if any(probe.gradients for measurements in all_measurements for probe in measurements.forecast.probes.values()):
         return []
     return [f"nothing is told of the same progress: gradients were not measured, which of a script takes {_DDP}"]
 
 
-def with_energy(
+def require_energy(
     all_measurements: Sequence[TypeMeasurements], left_out: Sequence[str]
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return the node types whose probes tell their energy, and what is to be said of the others beside what is already.
@@ -189,12 +202,15 @@ def with_energy(
     Raises:
         Pending, BadMeasurements: no probe tells it yet, or none does.
     """
-    known = [measurements for measurements in all_measurements if measurements.forecast.power is not None]
-    if known:
+    with_power = [measurements for measurements in all_measurements if measurements.forecast.power is not None]
+    if with_power:
         unknown = [measurements.type for measurements in all_measurements if measurements.forecast.power is None]
-        return known, [*left_out, *(f"node type {name} is left out: no probe tells its energy" for name in unknown)]
+        return with_power, [
+            *left_out,
+            *(f"node type {name} is left out: no probe tells its energy" for name in unknown),
+        ]
     count = sum(len(measurements.forecast.probes) for measurements in all_measurements)
-    raise _untold(
+    raise _not_told_error(
         all_measurements,
         f"no probe ({count} measured) tells the energy of its steps",
         "it takes NVIDIA GPUs that have an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment; probes"
@@ -214,32 +230,32 @@ def trained_epochs(spec: JobSpec, dataset_size: int) -> int:
     return max(1, round(samples(spec.script, dataset_size) / dataset_size))
 
 
-def epochs_of(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
+def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
     """Say how many epochs the times are for."""
-    spec, found = measurements.part.spec, chosen.same_progress
-    asked = train_length(spec)
-    if objective != "accuracy-time" or found is None:
-        return f"every time is for {asked}, whatever the batch"
+    spec, same_progress = measurements.part.spec, chosen.same_progress
+    length = train_length(spec)
+    if objective != "accuracy-time" or same_progress is None:
+        return f"every time is for {length}, whatever the batch"
     key = "train.epochs" if spec.script is None else "script.length.epochs"
-    told = (
-        f"batch {chosen.batch} needs about {found.epochs:.3g} epochs ({found.epochs_low:.3g} to {found.epochs_high:.3g}) for"
-        f" the progress of {asked} at batch {spec.train.reference_batch}; tula train runs {asked}"
+    description = (
+        f"batch {chosen.batch} needs about {same_progress.epochs:.3g} epochs ({same_progress.epochs_low:.3g} to {same_progress.epochs_high:.3g}) for"
+        f" the progress of {length} at batch {spec.train.reference_batch}; tula train runs {length}"
     )
-    needed = math.ceil(found.epochs)
+    needed = math.ceil(same_progress.epochs)
     if needed == trained_epochs(spec, measurements.forecast.dataset_size):
-        return told
+        return description
     if spec.script is not None and spec.script.length.epochs is None:
-        return f"{told} as it is: script.length says how long"
-    return f"{told} as it is: --set {key}={needed} trains to the same progress"
+        return f"{description} as it is: script.length says how long"
+    return f"{description} as it is: --set {key}={needed} trains to the same progress"
 
 
-def rests_on(noise: Noise, measurements: TypeMeasurements) -> str:
+def describe_noise_basis(noise: Noise, measurements: TypeMeasurements) -> str:
     spec = measurements.part.spec
     epochs = trained_epochs(spec, measurements.forecast.dataset_size)
-    return efficiency.words(noise, epochs=epochs, reference=spec.train.reference_batch)
+    return efficiency.describe_noise(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def as_recommended(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Forecast:
+def forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Forecast:
     """Return the forecast that a recommendation is made from.
 
     Args:
@@ -252,12 +268,14 @@ def as_recommended(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZ
     """
     results = run.results()
     calibration, _ = calibrated(run.path, spec.cluster.kind)
-    told = told_by_trainings(run, spec, results)
+    observations = observations_from_trainings(run, spec, results)
     noise = noise_path([run], spec, results)
-    return _forecast(Part(None, run, spec), results, told.found, calibration, others=others, noise=noise, pending=0)
+    return _fit_forecast(
+        Part(None, run, spec), results, observations.found, calibration, others=others, noise=noise, pending=0
+    )
 
 
-def _forecast(
+def _fit_forecast(
     part: Part,
     results: Results,
     trained: Sequence[TrainedSteps],
@@ -267,48 +285,48 @@ def _forecast(
     noise: NoisePath | None,
     pending: int,
 ) -> Forecast:
-    attempts, saves = part.run.attempts(), saves_of(part.run)
-    known = functools.partial(Forecast.from_results, attempts=attempts, saves=saves, trained=trained)
+    attempts, saves = part.run.attempts(), newest_saves(part.run)
+    fit_with = functools.partial(Forecast.from_results, attempts=attempts, saves=saves, trained=trained)
     try:
-        return known(part.spec, results, calibration=calibration, others=others, noise=noise)
+        return fit_with(part.spec, results, calibration=calibration, other_sizes=others, noise=noise)
     except (TooFew, Infeasible) as error:
         if pending:
-            raise _pending(pending, error.message) from error
+            raise _pending_error(pending, error.message) from error
         raise
 
 
-def _untold(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -> Pending | BadMeasurements:
+def _not_told_error(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -> Pending | BadMeasurements:
     """Return what is wrong where no probe tells something: those under way may yet."""
     pending = sum(measurements.pending for measurements in all_measurements)
-    return _pending(pending, why) if pending else BadMeasurements(why, hint)
+    return _pending_error(pending, why) if pending else BadMeasurements(why, hint)
 
 
-def _pending(pending: int, why: str) -> Pending:
+def _pending_error(pending: int, why: str) -> Pending:
     return Pending(
-        f"{under_way_words(pending)}, and those done do not tell enough: {why}",
+        f"{describe_pending(pending)}, and those done do not tell enough: {why}",
         "tula status shows how far they are; run tula recommend again when they are done",
     )
 
 
-def _unknown(forecast: Forecast, limits: Limits) -> tuple[Unknown, ...]:
+def _group_unknown(forecast: Forecast, limits: Limits) -> tuple[UnknownConfigurations, ...]:
     """Return the configurations within the limits whose step time the probes do not tell, by the reason."""
-    nodes, batch = forecast.unknown(limits.wanted)
+    nodes, batch = forecast.unknown_candidates(limits.wanted)
     nodes, batch = (column[limits.reach(nodes, batch)] for column in (nodes, batch))
-    found: dict[str, Unknown] = {}  # whatever the batch, there is one reason on a number of nodes
-    for count, first, many in zip(*np.unique(nodes, return_index=True, return_counts=True), strict=True):
-        why = forecast.why_unknown(Config(int(count), int(batch[first])))
-        others = found.get(why, Unknown(why, 0, ()))
-        found[why] = Unknown(why, others.count + int(many), (*others.nodes, int(count)))
-    return tuple(found.values())
+    groups: dict[str, UnknownConfigurations] = {}  # whatever the batch, there is one reason on a number of nodes
+    for count, first_index, many in zip(*np.unique(nodes, return_index=True, return_counts=True), strict=True):
+        why = forecast.why_unknown(Config(int(count), int(batch[first_index])))
+        group = groups.get(why, UnknownConfigurations(why, 0, ()))
+        groups[why] = UnknownConfigurations(why, group.count + int(many), (*group.nodes, int(count)))
+    return tuple(groups.values())
 
 
-def _require_enough(forecast: Forecast, unknown: Sequence[Unknown], *, pending: int) -> None:
+def _require_enough(forecast: Forecast, unknown: Sequence[UnknownConfigurations], *, pending: int) -> None:
     """Raise Pending or BadMeasurements where choosing among what is known would be no choice."""
     if not unknown:
         return
     why = unknown[0].why
     if pending:
-        raise _pending(pending, why)
+        raise _pending_error(pending, why)
     if len(forecast.probes) < 2:
         raise BadMeasurements(
             f"one probe is too few to choose by: {why}", "run tula profile again; it measures what is missing"

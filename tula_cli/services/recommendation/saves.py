@@ -1,19 +1,19 @@
 """What an interruption will cost a training by a script, told beforehand: from what the run's trainings have saved so far."""
 
-from tula_cli.models.interruptions import saving
+from tula_cli.models.interruptions import checkpoint_schedule
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
 
 
-def saves_of(run: RunDir) -> tuple[Save, ...]:
+def newest_saves(run: RunDir) -> tuple[Save, ...]:
     """Return the checkpoints of the training of a run that has saved last; empty where none has."""
-    found = [run.training(signature).script_saves().saves for signature in run.train_signatures()]
-    return max(filter(None, found), key=lambda saves: saves[-1].saved_at, default=())
+    saves_by_training = [run.training(signature).script_saves().saves for signature in run.train_signatures()]
+    return max(filter(None, saves_by_training), key=lambda saves: saves[-1].saved_at, default=())
 
 
-def cost_of_interruption(
+def describe_interruption_cost(
     run: RunDir | None, spec: JobSpec, *, batch: int | None = None, step_time: float | None = None
 ) -> str:
     """Say what an interruption costs; empty for tula's own loop, which saves before it leaves.
@@ -29,5 +29,5 @@ def cost_of_interruption(
     results = () if run is None else run.results()
     measured = next((result.dataset_size for result in results if isinstance(result, Measured)), None)
     size = spec.script.known_dataset_size or measured
-    found = saving(spec.script, () if run is None else saves_of(run), dataset_size=size)
-    return found.words(step_time, epoch_steps=size // batch if size and batch else None)
+    schedule = checkpoint_schedule(spec.script, () if run is None else newest_saves(run), dataset_size=size)
+    return schedule.describe_loss(step_time, epoch_steps=size // batch if size and batch else None)

@@ -12,18 +12,18 @@ import numpy as np
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
-from tula_cli.models.observations import observation as of_probe
+from tula_cli.models.observations import as_observation as of_probe
 from tula_cli.models.time import steptime
 from tula_cli.models.time.priors import PRIORS, SHARDED
 from tula_cli.models.time.steptime import Estimate, Observation
-from tula_cli.models.time.stretches import by_place, measured, observation
+from tula_cli.models.time.stretches import as_observation, estimate_from_measurements, group_by_configuration
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import TrainedSteps
-from tula_cli.services.search import STRATEGIES, grouped
+from tula_cli.services.search import STRATEGIES, group_by_nodes
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
 
-JUDGED = ("partial", "five", "sweep", "full")
+JUDGED_STRATEGIES = ("partial", "five", "sweep", "full")
 TRAININGS = "all, with trainings"
 """The row of what an answer goes by where the run has trainings."""
 
@@ -45,7 +45,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Measurements:
     """What was measured of one kind of node, by nodes and local batch."""
 
     spec: JobSpec
@@ -58,20 +58,25 @@ class _Seen:
     def places(self) -> list[Place]:
         return sorted({*self.probes, *self.trained})
 
-    def at(self, places: Iterable[Place]) -> list[Observation]:
+    def observations_at(self, places: Iterable[Place]) -> list[Observation]:
         """Return the probes and the trainings at some configurations."""
-        found = [self.probes[place] for place in places if place in self.probes]
-        return [*found, *(observation(one) for place in places for one in self.trained.get(place, ()))]
+        probes = [self.probes[configuration] for configuration in places if configuration in self.probes]
+        return [
+            *probes,
+            *(as_observation(steps) for configuration in places for steps in self.trained.get(configuration, ())),
+        ]
 
-    def seconds(self, place: Place, repeats: float) -> float:
+    def measured_seconds(self, configuration: Place, repeats: float) -> float:
         """Return what probe and trainings of a configuration have measured together; jobs differ by `repeats`."""
-        probe = self.probes.get(place)
-        found = measured(None if probe is None else probe.step_times, self.trained.get(place, ()), repeats)
-        assert found is not None
-        return found.seconds
+        probe = self.probes.get(configuration)
+        estimate = estimate_from_measurements(
+            None if probe is None else probe.step_times, self.trained.get(configuration, ()), repeats
+        )
+        assert estimate is not None
+        return estimate.seconds
 
 
-def validate(
+def cross_validate_strategies(
     spec: JobSpec,
     probes: Iterable[Measured],
     *,
@@ -95,78 +100,92 @@ def validate(
         BadMeasurements: no strategy tells anything, as too little was measured.
     """
     probed = {(probe.nodes, probe.local_batch): of_probe(probe) for probe in probes}
-    elsewhere = (*map(of_probe, others.probes), *map(observation, others.trained))
-    seen = _Seen(spec, probed, by_place(trained), elsewhere, widened)
-    by_nodes = grouped(probed)
-    found: list[Validation] = []
-    for name in JUDGED:
+    elsewhere = (*map(of_probe, others.probes), *map(as_observation, others.trained))
+    measurements = _Measurements(spec, probed, group_by_configuration(trained), elsewhere, widened)
+    by_nodes = group_by_nodes(probed)
+    validations: list[Validation] = []
+    for name in JUDGED_STRATEGIES:
         chosen = [(nodes, local) for nodes, locals_ in STRATEGIES[name](by_nodes).items() for local in locals_]
-        judged = _judged(seen, name, sorted(chosen))
-        if judged is not None and all((judged.probes, judged.unseen) != (one.probes, one.unseen) for one in found):
-            found.append(judged)
-    if seen.trained and (pairs := _left_out_once(seen, seen.places, trainings=True)):
-        found.append(_row(seen, TRAININGS, len(probed), pairs, left_out_once=True))
-    if not found:
+        judged = _judge_strategy(measurements, name, sorted(chosen))
+        if judged is not None and all(
+            (judged.probes, judged.unseen) != (validation.probes, validation.unseen) for validation in validations
+        ):
+            validations.append(judged)
+    if measurements.trained and (pairs := _predict_leave_one_out(measurements, measurements.places, trainings=True)):
+        validations.append(_validation_row(measurements, TRAININGS, len(probed), pairs, left_out_once=True))
+    if not validations:
         raise BadMeasurements(
             f"nothing of each other follows from {plural(len(probed), 'probe')}",
             "measure more (search.strategy: sweep or full)",
         )
-    return tuple(found)
+    return tuple(validations)
 
 
 Pairs = list[tuple[float, Estimate]]
 """What was measured, and what a fit that has not seen it says of it. Seconds."""
 
 
-def _judged(seen: _Seen, name: str, chosen: Sequence[Place]) -> Validation | None:
+def _judge_strategy(measurements: _Measurements, name: str, chosen: Sequence[Place]) -> Validation | None:
     """Return how one strategy does by itself, without trainings; None where it tells nothing."""
-    others = [place for place in seen.places if place not in chosen]
-    every = all(place in chosen for place in seen.probes)
-    probes = [seen.probes[place] for place in chosen]
-    pairs = _foreseen(seen, probes, others) + (_left_out_once(seen, chosen, trainings=False) if every else [])
-    return _row(seen, name, len(chosen), pairs, left_out_once=every) if pairs else None
+    unseen = [configuration for configuration in measurements.places if configuration not in chosen]
+    takes_all = all(configuration in chosen for configuration in measurements.probes)
+    probes = [measurements.probes[configuration] for configuration in chosen]
+    pairs = _predict_pairs(measurements, probes, unseen) + (
+        _predict_leave_one_out(measurements, chosen, trainings=False) if takes_all else []
+    )
+    return _validation_row(measurements, name, len(chosen), pairs, left_out_once=takes_all) if pairs else None
 
 
-def _row(seen: _Seen, name: str, probes: int, pairs: Pairs, *, left_out_once: bool) -> Validation:
+def _validation_row(
+    measurements: _Measurements, name: str, probes: int, pairs: Pairs, *, left_out_once: bool
+) -> Validation:
     off = np.array([abs(estimate.seconds / seconds - 1) for seconds, estimate in pairs])
-    held = [_inside(seconds, estimate, seen.widened) for seconds, estimate in pairs]
+    is_inside = [_is_inside(seconds, estimate, measurements.widened) for seconds, estimate in pairs]
     return Validation(
         strategy=name,
         probes=probes,
         unseen=len(pairs),
         median=float(np.median(off)),
         p90=float(np.percentile(off, 90)),
-        held=float(np.mean(held)),
+        held=float(np.mean(is_inside)),
         left_out_once=left_out_once,
     )
 
 
-def _inside(seconds: float, estimate: Estimate, widened: float) -> bool:
+def _is_inside(seconds: float, estimate: Estimate, widened: float) -> bool:
     low, high = (
         end and estimate.seconds * (end / estimate.seconds) ** widened for end in (estimate.low, estimate.high)
     )
     return (low or 0.0) <= seconds <= (high or 0.0)
 
 
-def _left_out_once(seen: _Seen, places: Sequence[Place], *, trainings: bool) -> Pairs:
+def _predict_leave_one_out(measurements: _Measurements, places: Sequence[Place], *, trainings: bool) -> Pairs:
     """Return what each configuration takes by a fit to the others."""
-    found: Pairs = []
+    pairs: Pairs = []
     for out in places:
-        rest = [place for place in places if place != out]
-        found += _foreseen(seen, seen.at(rest) if trainings else [seen.probes[place] for place in rest], [out])
-    return found
+        remaining = [configuration for configuration in places if configuration != out]
+        pairs += _predict_pairs(
+            measurements,
+            measurements.observations_at(remaining)
+            if trainings
+            else [measurements.probes[configuration] for configuration in remaining],
+            [out],
+        )
+    return pairs
 
 
-def _foreseen(seen: _Seen, observations: Sequence[Observation], places: Sequence[Place]) -> Pairs:
+def _predict_pairs(measurements: _Measurements, observations: Sequence[Observation], places: Sequence[Place]) -> Pairs:
     """Return what some configurations take by a fit; those of which it says nothing are left out."""
     if not observations or not places:
         return []
-    spec = seen.spec
+    spec = measurements.spec
     priors, gpus = SHARDED if spec.train.sharded else PRIORS, spec.cluster.gpus_per_node
-    fit = steptime.fit([*observations, *seen.elsewhere], collective=spec.cluster.collective, priors=priors)
-    told = [(nodes, local) for nodes, local in places if not fit.refusal(nodes, gpus, local)]
-    repeats = [float(fit.repeats([nodes], [gpus], [local])[0]) for nodes, local in told]
+    fit = steptime.fit_step_time(
+        [*observations, *measurements.elsewhere], collective=spec.cluster.collective, priors=priors
+    )
+    predictable = [(nodes, local) for nodes, local in places if not fit.refusal(nodes, gpus, local)]
+    repeats = [float(fit.repeat_deviation([nodes], [gpus], [local])[0]) for nodes, local in predictable]
     return [
-        (seen.seconds(place, spread), fit.predict(place[0], gpus, place[1]))
-        for place, spread in zip(told, repeats, strict=True)
+        (measurements.measured_seconds(configuration, spread), fit.predict(configuration[0], gpus, configuration[1]))
+        for configuration, spread in zip(predictable, repeats, strict=True)
     ]

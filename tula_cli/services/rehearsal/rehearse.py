@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
-from tula_cli.run.code import choose, snapshot
+from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
-from tula_cli.run.jobfile import adopt
+from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.rehearsals import Rehearsal, Verdict
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import RehearsalTask
-from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.services.events import Note, Work
-from tula_cli.services.profile import spent
-from tula_cli.services.waiting import WaitPolicy, beyond_cap, interruption_of_jobs, only_part, wait_for
+from tula_cli.services.profile import measured_node_hours
+from tula_cli.services.waiting import WaitPolicy, describe_beyond_cap, interruption_of_jobs, only_part, wait_for_jobs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.own_script import Resume
 from tula_cli.spec.scripts.placeholders import names
@@ -39,18 +39,22 @@ class ResumeFinding:
     @property
     def resumes(self) -> Verdict:
         """With which batch trainings of this run go on from a checkpoint."""
-        found = self.rehearsal.verdict
-        if found == "none" or self.setting == "rehearse":
-            return found or "same"
+        verdict = self.rehearsal.verdict
+        if verdict == "none" or self.setting == "rehearse":
+            return verdict or "same"
         return self.setting
 
     @property
     def contradiction(self) -> str:
         """Say that the setting allows more than was found; empty where it does not."""
-        found = self.rehearsal.verdict
-        if found in (None, "none") or self.setting == "rehearse" or FREEDOM.index(self.setting) <= FREEDOM.index(found):
+        verdict = self.rehearsal.verdict
+        if (
+            verdict in (None, "none")
+            or self.setting == "rehearse"
+            or FREEDOM.index(self.setting) <= FREEDOM.index(verdict)
+        ):
             return ""
-        return f"script.resume.batch: {self.setting} allows more than the rehearsal found ({found}): {self.why}"
+        return f"script.resume.batch: {self.setting} allows more than the rehearsal found ({verdict}): {self.why}"
 
     @property
     def why(self) -> str:
@@ -84,7 +88,7 @@ class ResumeFinding:
             raise CannotResume(f"{name} cannot go on after an interruption: {self.why}", hint)
 
 
-def work(
+def run_resume_test(
     run: RunDir,
     spec: JobSpec,
     launcher_for: Callable[[JobSpec], Launcher],
@@ -113,20 +117,20 @@ def work(
         SchedulerError: it was refused.
         JobFailed: it ended without having found anything.
     """
-    part = only_part(run, spec, node_type, what="--rehearse")
-    resume_of(spec)
-    code = choose(part.run, part.spec, Path.cwd(), keep=False)
-    if not fresh and (kept := kept_for(part.run, part.spec, code)) is not None:
-        yield Note(f"found before, {words.moment(kept.rehearsal.over_at)}; --fresh rehearses again")
-        return kept
-    if over := beyond_what_is_left(run, spec):
+    part = only_part(run, spec, node_type, purpose="--rehearse")
+    resume_settings(spec)
+    code = choose_code(part.run, part.spec, Path.cwd(), keep=False)
+    if not fresh and (earlier := load_finding(part.run, part.spec, code)) is not None:
+        yield Note(f"found before, {words.moment(earlier.rehearsal.over_at)}; --fresh rehearses again")
+        return earlier
+    if over := describe_cap_exceeded(run, spec):
         raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
-    adopt(run, spec, [part], file)
+    save_job(run, spec, [part], file)
     policy = WaitPolicy(wait=True, timeout=timeout)
-    return (yield from rehearsed(part, launcher_for(part.spec), code, policy, batch=None))
+    return (yield from submit_and_wait(part, launcher_for(part.spec), code, policy, batch=None))
 
 
-def rehearsed(
+def submit_and_wait(
     part: Part, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None
 ) -> Work[ResumeFinding]:
     """Submit a rehearsal, or attach to the one under way, and wait for what it finds.
@@ -142,21 +146,21 @@ def rehearsed(
         as `work`.
     """
     try:
-        task = submit(part, launcher, code, batch=batch)
+        task = submit_resume_test(part, launcher, code, batch=batch)
         minutes = f"{part.spec.measuring_minutes():g} min"
         yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
-        yield from wait_for(part.run, launcher, [task.job], policy)
+        yield from wait_for_jobs(part.run, launcher, [task.job], policy)
     except KeyboardInterrupt:
         raise interruption_of_jobs(part.run, [(part, launcher)], policy) from None
-    found = Rehearsals(part.run.path).read(task.id)
-    if found is None or found.over_at is None:
+    record = ResumeTestRecords(part.run.path).read(task.id)
+    if record is None or record.over_at is None:
         attempts = part.run.attempts(task.id)
         why = attempts[-1].message if attempts else "it has not started"
         raise JobFailed(f"{task.id} ended without a finding: {why}", "tula logs shows what it said")
-    return ResumeFinding(found, resume_of(part.spec).batch, kept=False)
+    return ResumeFinding(record, resume_settings(part.spec).batch, kept=False)
 
 
-def submit(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
+def submit_resume_test(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
     """Submit a rehearsal; one that waits or runs is left alone. Returns its task.
 
     Raises:
@@ -166,38 +170,40 @@ def submit(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -
     key = rehearsal_signature(spec, code.digest)
     with submitting(run):
         earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
-        going_on = under_way(run, launcher, [task.job for task in earlier])
+        going_on = unfinished_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in going_on), None)) is not None:
             return task
         name = f"rehearse-{key}-{len(earlier) + 1}"
         task = RehearsalTask(
             id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=1, key=key,
-            batch=batch or batch_of(run, spec), code=snapshot(run, spec, code),
+            batch=batch or resume_test_batch(run, spec), code=take_snapshot(run, spec, code),
         )  # fmt: skip
         run.write_task(task)
         run.write_job(launcher.submit(run, task))
     return task
 
 
-def beyond_what_is_left(run: RunDir, spec: JobSpec) -> str:
+def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
     """Say that a rehearsal may take more than probes and rehearsals have left of the cap; empty where it may not.
 
     Args:
         run: the whole run, of all types of node.
         spec: its job.
     """
-    taken = sum(spent(part.run) for part in run.parts(spec) if part.run.exists)
-    what = f"measuring so far ({words.number(taken)} node-hours) and a rehearsal" if taken else "a rehearsal"
-    return beyond_cap(what, taken + spec.measuring_minutes() / 60, spec.search.max_node_hours)
+    used_hours = sum(measured_node_hours(part.run) for part in run.parts(spec) if part.run.exists)
+    subject = (
+        f"measuring so far ({words.number(used_hours)} node-hours) and a rehearsal" if used_hours else "a rehearsal"
+    )
+    return describe_beyond_cap(subject, used_hours + spec.measuring_minutes() / 60, spec.search.max_node_hours)
 
 
-def kept_for(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:
+def load_finding(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:
     """Return what was found before of this script with this code; None where nothing was."""
-    found = Rehearsals(run.path).kept(rehearsal_signature(spec, code.digest))
-    return None if found is None else ResumeFinding(found, resume_of(spec).batch, kept=True)
+    record = ResumeTestRecords(run.path).newest_verdict(rehearsal_signature(spec, code.digest))
+    return None if record is None else ResumeFinding(record, resume_settings(spec).batch, kept=True)
 
 
-def resume_of(spec: JobSpec) -> Resume:
+def resume_settings(spec: JobSpec) -> Resume:
     """Return how the job's script resumes.
 
     Raises:
@@ -219,7 +225,7 @@ def resume_of(spec: JobSpec) -> Resume:
     return spec.script.resume
 
 
-def batch_of(run: RunDir, spec: JobSpec, *, local_batch: int | None = None) -> int:
+def resume_test_batch(run: RunDir, spec: JobSpec, *, local_batch: int | None = None) -> int:
     """Return the batch of a rehearsal on one node, with a half where there is one.
 
     Args:
@@ -228,12 +234,12 @@ def batch_of(run: RunDir, spec: JobSpec, *, local_batch: int | None = None) -> i
         local_batch: one GPU's; None for the recommended one, else as the script was tuned for.
     """
     assert spec.script is not None
-    found = run.recommendation()
-    if local_batch is None and found is not None:
-        local_batch = found.choice.local_batch
+    recommendation = run.recommendation()
+    if local_batch is None and recommendation is not None:
+        local_batch = recommendation.choice.local_batch
     gpus = spec.cluster.gpus_per_node
     if local_batch is not None:
         return local_batch * gpus
-    parts = 2 * gpus * spec.train.accumulate
+    divisor = 2 * gpus * spec.train.accumulate
     most = min(spec.script.reference.batch, spec.search.max_batch or spec.script.reference.batch)
-    return max(parts, most // parts * parts)
+    return max(divisor, most // divisor * divisor)

@@ -7,12 +7,12 @@ from statistics import fmean
 from typing import Any
 
 from tula_cli.services.reporting.document import Density, Figure, Series
-from tula_cli.services.reporting.training_look import Row, is_placed, look
-from tula_cli.services.reporting.units import scale_of, thinned
+from tula_cli.services.reporting.training_look import Row, is_placed, value_at
+from tula_cli.services.reporting.units import scale_of, thin_out
 
 
 @dataclass(frozen=True)
-class Curve:
+class GradientCurve:
     """What one training has logged: rows at the ends of epochs, and of the Hessian; curves of one name are averaged."""
 
     name: str
@@ -49,113 +49,117 @@ OF_CURVATURE = (
 )  # fmt: skip
 
 
-def figures(curves: Sequence[Curve], *, prefix: str = "") -> Iterator[Figure]:
+def gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
     """Yield what the curves have logged, over the samples seen; `prefix` is of the figures' keys."""
-    for one in OF_EPOCHS:
-        yield from _drawn(one, curves, lambda curve: curve.epochs, prefix)
-        if one.key == "gradient_change":
-            yield from _accuracy(curves, prefix)
-    yield from _eigenvalues(curves, prefix)
-    for one in OF_CURVATURE:
-        yield from _drawn(one, curves, lambda curve: curve.curvature, prefix)
+    for quantity in OF_EPOCHS:
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
+        if quantity.key == "gradient_change":
+            yield from _accuracy_figure(curves, prefix)
+    yield from _eigenvalue_figure(curves, prefix)
+    for quantity in OF_CURVATURE:
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature, prefix)
 
 
-def _accuracy(curves: Sequence[Curve], prefix: str) -> Iterator[Figure]:
+def _accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
     """Yield the accuracy over the same samples, where Delta(G) is drawn above it."""
-    if not any(means(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
+    if not any(mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
         return
-    one = Quantity("change_accuracy", "top1", "Accuracy beside it", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
-    yield from _drawn(one, curves, lambda curve: curve.epochs, prefix)
+    quantity = Quantity("change_accuracy", "top1", "Accuracy beside it", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
+    yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
 
 
-def _drawn(
-    one: Quantity, curves: Sequence[Curve], rows: Callable[[Curve], Sequence[Row]], prefix: str
+def _draw_quantity(
+    quantity: Quantity, curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], prefix: str
 ) -> Iterator[Figure]:
-    series = list(means(curves, rows, one.path))
-    if one.ends is not None and len(curves) == 1 and series:
-        series = [_with_ends(series[0], rows(curves[0]), one)]
+    series = list(mean_series(curves, rows, quantity.path))
+    if quantity.ends is not None and len(curves) == 1 and series:
+        series = [_with_spread(series[0], rows(curves[0]), quantity)]
     if series:
-        scale = scale_of((y for own in series for y in own.y), span=1) if one.log else "linear"
-        yield Figure(f"{prefix}{one.key}", one.title, one.caption, "samples seen", one.label, tuple(series), y_scale=scale, paper=one.paper)  # fmt: skip
+        scale = scale_of((y for one_series in series for y in one_series.y), span=1) if quantity.log else "linear"
+        yield Figure(f"{prefix}{quantity.key}", quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
 
 
-def _with_ends(series: Series, rows: Sequence[Row], one: Quantity) -> Series:
-    assert one.ends is not None
-    folder = one.path.rpartition(".")[0]
+def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
+    assert quantity.ends is not None
+    folder = quantity.path.rpartition(".")[0]
     at = {float(row["samples"]): row for row in rows if is_placed(row)}
-    low, high = (tuple(_number(look(at[x], f"{folder}.{name}")) for x in series.x) for name in one.ends)
+    low, high = (tuple(_as_number(value_at(at[x], f"{folder}.{name}")) for x in series.x) for name in quantity.ends)
     return replace(series, low=low, high=high)
 
 
-def means(
-    curves: Sequence[Curve], rows: Callable[[Curve], Sequence[Row]], path: str, *, name: str = ""
+def mean_series(
+    curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], path: str, *, name: str = ""
 ) -> Iterator[Series]:
     """Yield the mean over trainings of one name of what their rows hold under a path, against samples.
 
     At each place it is over those that have come so far. `name` takes the place of the curves' own.
     """
-    found: dict[str, dict[float, list[float]]] = {}
+    values_by_name: dict[str, dict[float, list[float]]] = {}
     for curve in curves:
-        places = found.setdefault(name or curve.name, {})
+        values_by_samples = values_by_name.setdefault(name or curve.name, {})
         for row in rows(curve):
-            if is_placed(row) and (value := _number(look(row, path))) is not None:
-                places.setdefault(float(row["samples"]), []).append(value)
-    for told, places in found.items():
-        points = thinned(sorted(places.items()))
+            if is_placed(row) and (value := _as_number(value_at(row, path))) is not None:
+                values_by_samples.setdefault(float(row["samples"]), []).append(value)
+    for name_, values_by_samples in values_by_name.items():
+        points = thin_out(sorted(values_by_samples.items()))
         if points:
-            yield Series(told, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
+            yield Series(name_, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
 
 
-def _number(value: object) -> float | None:
+def _as_number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _eigenvalues(curves: Sequence[Curve], prefix: str) -> Iterator[Figure]:
+def _eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
     """Yield the largest eigenvalue of the Hessian beside the gradient norm on the same samples."""
     named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
     several = len({curve.name for curve in curves}) > 1
     series = [
-        own
-        for words, path in named.items()
+        one_series
+        for name, path in named.items()
         for curve_name in dict.fromkeys(curve.name for curve in curves)
-        for own in means([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {words}" if several else words)
+        for one_series in mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
     ]  # fmt: skip
     if series:
-        scale = scale_of((y for own in series for y in own.y), span=1)
+        scale = scale_of((y for one_series in series for y in one_series.y), span=1)
         yield Figure(
             f"{prefix}eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.hessian).",
             "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",
         )  # fmt: skip
 
 
-def density(curve: Curve, *, key: str, title: str) -> Iterator[Figure]:
+def factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
     """Yield how the scaling factors were spread, an epoch a column; nothing where none are logged.
 
     The bins at the ends hold what is beyond all edges. Only the bins between those that hold something are drawn.
     """
-    logged = [(float(row["samples"]), found) for row in curve.epochs if is_placed(row) and (found := _counts(row))]
-    logged = [one for one in logged if one[1][0] == logged[0][1][0]]  # of other edges nothing can be drawn beside them
-    filled = {place for _, (_, counts) in logged for place, count in enumerate(counts) if count}
+    logged = [
+        (float(row["samples"]), counts_) for row in curve.epochs if is_placed(row) and (counts_ := _bin_counts(row))
+    ]
+    logged = [
+        entry for entry in logged if entry[1][0] == logged[0][1][0]
+    ]  # of other edges nothing can be drawn beside them
+    filled = {bin_index for _, (_, counts) in logged for bin_index, count in enumerate(counts) if count}
     if not filled:
         return
     edges = logged[0][1][0]
     step = edges[1] / edges[0]
-    every = (edges[0] / step, *edges, edges[-1] * step)  # of the bins; the first and the last have no other end
+    all_edges = (edges[0] / step, *edges, edges[-1] * step)  # of the bins; the first and the last have no other end
     low, high = min(filled), max(filled)
     columns = tuple(tuple(count / max(sum(counts), 1) for count in counts[low : high + 1]) for _, (_, counts) in logged)
     yield Figure(
         key, title, "Share of the elements (or tensors) whose factor lies in a bin, at the end of each epoch; the outer bins hold"
         " what is beyond.", "samples seen", "scaling factor",
-        density=Density((0.0, *(samples for samples, _ in logged)), every[low : high + 2], columns),
+        density=Density((0.0, *(samples for samples, _ in logged)), all_edges[low : high + 2], columns),
         y_scale="log2", paper="Figure 7",
     )  # fmt: skip
 
 
-def _counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    edges, counts = (look(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
+def _bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
+    edges, counts = (value_at(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
     if (
-        not _numbers(edges)
-        or not _numbers(counts)
+        not _are_numbers(edges)
+        or not _are_numbers(counts)
         or len(counts) != len(edges) + 1
         or min(edges) <= 0
         or not any(counts)
@@ -164,5 +168,5 @@ def _counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
     return tuple(edges), tuple(counts)
 
 
-def _numbers(values: Any) -> bool:
-    return isinstance(values, list) and len(values) > 1 and all(_number(value) is not None for value in values)
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and len(values) > 1 and all(_as_number(value) is not None for value in values)

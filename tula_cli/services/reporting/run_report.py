@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.models.cost import price_words
+from tula_cli.models.cost import describe_price
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.source.keys import without_secrets
-from tula_cli.services.reporting.compared import what
+from tula_cli.services.reporting.compared import describe_training_job
 from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.services.reporting.forms import sites
 from tula_cli.services.reporting.forms.site_values import site_values
-from tula_cli.services.reporting.material import Material, gather
+from tula_cli.services.reporting.material import Material, gather_material
 from tula_cli.services.reporting.sections import (
     chosen,
     cross_validation,
@@ -25,14 +25,16 @@ from tula_cli.services.reporting.sections import (
     time_and_cost,
     training_outcome,
 )
-from tula_cli.services.reporting.training_look import trainings
-from tula_cli.services.reporting.units import is_priced, software
+from tula_cli.services.reporting.training_look import newest_trainings
+from tula_cli.services.reporting.units import describe_software, is_priced
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.version import __version__
 from tula_cli.words import amount, configuration, duration, interval_of_hours, moment, number, plural
 
 
-def report(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float) -> Document:
+def build_run_report(
+    run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher], *, now: float
+) -> Document:
     """Return the report of a run.
 
     Args:
@@ -44,26 +46,33 @@ def report(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launche
     Raises:
         TulaError: a record of the run cannot be read.
     """
-    return document_of(gather(run, spec, launcher_for, now=now))
+    return build_document(gather_material(run, spec, launcher_for, now=now))
 
 
-def document_of(seen: Material) -> Document:
+def build_document(material: Material) -> Document:
     """Return what was seen of a run as a document; sections of which there is nothing say why."""
     sections = (
-        chosen.section(seen),
-        scaling_study.section(seen),
-        time_and_cost.section(seen),
-        measured_steps.measured_section(seen),
-        measured_steps.parts_section(seen),
-        memory_curve.section(seen),
-        cross_validation.section(seen),
-        same_progress.section(seen),
-        training_outcome.section(seen),
-        gradients_logged.section(seen),
-        *methods_compared.sections(seen),
+        chosen.choice_section(material),
+        scaling_study.scaling_section(material),
+        time_and_cost.time_and_cost_section(material),
+        measured_steps.measured_section(material),
+        measured_steps.parts_section(material),
+        memory_curve.memory_section(material),
+        cross_validation.section(material),
+        same_progress.same_progress_section(material),
+        training_outcome.training_section(material),
+        gradients_logged.gradients_section(material),
+        *methods_compared.comparison_sections(material),
     )
-    made = f"{moment(seen.at)}, tula {__version__}"
-    return Document(seen.spec.name, _question(seen), _answer(seen), made, tuple(_facts(seen)), sections)
+    made_by = f"{moment(material.at)}, tula {__version__}"
+    return Document(
+        material.spec.name,
+        _describe_question(material),
+        _describe_answer(material),
+        made_by,
+        tuple(_run_facts(material)),
+        sections,
+    )
 
 
 def for_site(seen: Material, document: Document, site: str, *, runs: int = 1) -> str:
@@ -82,68 +91,72 @@ def for_site(seen: Material, document: Document, site: str, *, runs: int = 1) ->
     return sites.fill(sites.find(site), site_values(seen, document, runs=runs))
 
 
-def _question(seen: Material) -> str:
+def _describe_question(material: Material) -> str:
     """Return what was asked, in a line."""
-    spec, kept = seen.spec, seen.words
-    nodes = sorted({count for one in seen.own_parts for count in one.part.spec.search.nodes})
+    spec, recommendation = material.spec, material.shown_recommendation
+    nodes = sorted({count for part_material in material.own_parts for count in part_material.part.spec.search.nodes})
     counts = f"{', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}" if len(nodes) <= 8 else f"{nodes[0]} to {plural(nodes[-1])}"  # fmt: skip
-    types = sorted({one.part.type for one in seen.own_parts if one.part.type is not None})
-    of_types = f" of types {', '.join(types)}" if types else ""
-    asked = "" if seen.kept is None else f", asked {moment(seen.kept.created_at)}"
-    by = "" if kept is None else f" (by {kept.criteria}{asked})"
-    return (
-        f"On how many of {counts}{of_types}, and with what batch, is {what(spec)} trained for {train_length(spec)}{by}?"
+    types = sorted(
+        {part_material.part.type for part_material in material.own_parts if part_material.part.type is not None}
     )
+    of_types = f" of types {', '.join(types)}" if types else ""
+    asked_at = "" if material.kept is None else f", asked {moment(material.kept.created_at)}"
+    by = "" if recommendation is None else f" (by {recommendation.criteria}{asked_at})"
+    return f"On how many of {counts}{of_types}, and with what batch, is {describe_training_job(spec)} trained for {train_length(spec)}{by}?"
 
 
-def _answer(seen: Material) -> str:
+def _describe_answer(material: Material) -> str:
     """Return the choice with its time and cost, and what the training came to, in a line."""
-    words = seen.words
-    told = [f"Not known yet: {seen.unanswered}." if words is None else f"{_chosen(words.choice, words.currency)}."]
-    for one in trainings(seen):
-        end = one.summary
+    recommendation = material.shown_recommendation
+    sentences = [
+        f"Not known yet: {material.unanswered}."
+        if recommendation is None
+        else f"{_describe_choice(recommendation.choice, recommendation.currency)}."
+    ]
+    for training in newest_trainings(material):
+        end = training.summary
         if end is None:
-            told.append(f"Training {one.task.signature}: {one.state}.")
+            sentences.append(f"Training {training.task.signature}: {training.state}.")
             continue
         predicted = "" if end.predicted_hours is None else f" (predicted {duration(3600 * end.predicted_hours)})"
         best = f", best top-1 {number(end.best_top1, 4)} %" if "top1" in end.metrics else ""
-        told.append(
+        sentences.append(
             f"Trained on {plural(end.nodes)} at batch {end.batch}: {duration(3600 * end.actual_hours)}{predicted},"
             f" {number(end.actual_cost)} {end.currency}{best}."
         )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
-def _chosen(choice: Prediction, currency: str) -> str:
+def _describe_choice(choice: Prediction, currency: str) -> str:
     interval = interval_of_hours(choice.hours_low, choice.hours_high)
     kind = f" of type {choice.type}" if choice.type else ""
     on_spot = ", on spot nodes" if choice.market == "spot" else ""
-    place = configuration(choice.nodes, choice.batch, choice.local_batch)
+    configuration_text = configuration(choice.nodes, choice.batch, choice.local_batch)
     cost = f", {number(choice.cost)} {currency}" if is_priced([choice], currency) else ""
     hours = f"{number(choice.all_node_hours)} node-hours"
-    return f"{place}{kind}{on_spot}: {duration(3600 * choice.hours)}{interval}, {hours}{cost}"
+    return f"{configuration_text}{kind}{on_spot}: {duration(3600 * choice.hours)}{interval}, {hours}{cost}"
 
 
-def _facts(seen: Material) -> Iterator[Fact]:
-    spec = seen.spec
-    yield from _job(spec)
-    for one in seen.own_parts:
-        prefix = f"{one.name}: " if one.name else ""
-        gpus, probes = one.part.spec.cluster.gpus_per_node, one.measured
-        yield Fact(f"{prefix}hardware", _hardware(probes, gpus))
+def _run_facts(material: Material) -> Iterator[Fact]:
+    spec = material.spec
+    yield from _job_facts(spec)
+    for part_material in material.own_parts:
+        prefix = f"{part_material.name}: " if part_material.name else ""
+        gpus, probes = part_material.part.spec.cluster.gpus_per_node, part_material.measured
+        yield Fact(f"{prefix}hardware", _describe_hardware(probes, gpus))
         if probes:
-            yield Fact(f"{prefix}software", software(probes[-1].environment.model_dump()))
+            yield Fact(f"{prefix}software", describe_software(probes[-1].environment.model_dump()))
             yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} samples to train on")
             dates = sorted(probe.measured_at for probe in probes)
-            until = f" to {moment(dates[-1])}" if moment(dates[-1]) != moment(dates[0]) else ""
-            yield Fact(f"{prefix}measured", f"{moment(dates[0])}{until}, {plural(len(probes), 'probe')}")
-        yield Fact(f"{prefix}price", price_words(one.part.spec.pricing))
-    if (code := _code(seen)) is not None:
+            until_text = f" to {moment(dates[-1])}" if moment(dates[-1]) != moment(dates[0]) else ""
+            yield Fact(f"{prefix}measured", f"{moment(dates[0])}{until_text}, {plural(len(probes), 'probe')}")
+        yield Fact(f"{prefix}price", describe_price(part_material.part.spec.pricing))
+    if (code := _code_fact(material)) is not None:
         yield code
-    yield Fact("run", seen.run.id)
+    yield Fact("run", material.run.id)
 
 
-def _job(spec: JobSpec) -> Iterator[Fact]:
+def _job_facts(spec: JobSpec) -> Iterator[Fact]:
     if spec.script is not None:
         command = spec.script.command
         yield Fact("script", without_secrets(command if isinstance(command, str) else " ".join(command)))
@@ -159,22 +172,22 @@ def _job(spec: JobSpec) -> Iterator[Fact]:
     yield Fact("length", train_length(spec))
 
 
-def _hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
+def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
     if not probes:
         return f"{plural(gpus_per_node, 'GPU')} a node; nothing was measured yet"
     names = sorted({probe.environment.hardware for probe in probes})
     device = "GPU" if probes[0].environment.device != "cpu" else "process"
     nodes = sorted({probe.nodes for probe in probes})
     capacity = next((probe.capacity for probe in probes if probe.capacity is not None), None)
-    each = "" if capacity is None else f" of {amount(capacity)}"
+    per_gpu = "" if capacity is None else f" of {amount(capacity)}"
     many = f"{gpus_per_node} {device}{'' if gpus_per_node == 1 else 'es' if device == 'process' else 's'} a node"
-    return f"{', '.join(names)}{each}; {many}, measured on {', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}"
+    return f"{', '.join(names)}{per_gpu}; {many}, measured on {', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}"
 
 
-def _code(seen: Material) -> Fact | None:
+def _code_fact(material: Material) -> Fact | None:
     """Return the state of the user's own code; None where the job names none, or git knows none."""
-    names = [task.code for one in seen.own_parts for task in one.look.tasks if task.code]
-    found = seen.run.code(names[-1]) if names else None
-    if found is None or not found.commit:
+    names = [task.code for part_material in material.own_parts for task in part_material.look.tasks if task.code]
+    snapshot = material.run.code(names[-1]) if names else None
+    if snapshot is None or not snapshot.commit:
         return None
-    return Fact("code", f"commit {found.commit[:12]}{', with changes' if found.dirty else ''}")
+    return Fact("code", f"commit {snapshot.commit[:12]}{', with changes' if snapshot.dirty else ''}")

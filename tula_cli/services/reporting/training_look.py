@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class TrainingLook:
+class TrainingMaterial:
     """A training; `number` of `count` that the part has beside those of a comparison, this one the newest."""
 
     part: PartMaterial
@@ -28,7 +28,7 @@ class TrainingLook:
         """The rows of its metrics; of the steps of a long training every so many-th."""
         return [row for row in self.files.sampled_metrics() if is_placed(row)]
 
-    def of_kind(self, *kinds: str) -> list[Row]:
+    def rows_of_kind(self, *kinds: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] in kinds]
 
     @cached_property
@@ -40,7 +40,7 @@ class TrainingLook:
         return self.files.attempts()
 
     @property
-    def began(self) -> float | None:
+    def began_at(self) -> float | None:
         """Unix time of its first row or attempt; None where there is neither."""
         moments = [row["time"] for row in self.rows[:1]] + [attempt.started_at for attempt in self.attempts[:1]]
         return min(moments, default=None)
@@ -55,9 +55,13 @@ class TrainingLook:
     @property
     def metric(self) -> str:
         """What it is judged by: train.best, top1, perplexity, or the loss on the evaluation set."""
-        asked = self.task.spec.train.best.metric
-        epochs = self.of_kind("epoch")
-        names = [asked, "top1", "perplexity"] if self.task.spec.script is None else [*self.task.spec.script.metric]
+        requested_metric = self.task.spec.train.best.metric
+        epochs = self.rows_of_kind("epoch")
+        names = (
+            [requested_metric, "top1", "perplexity"]
+            if self.task.spec.script is None
+            else [*self.task.spec.script.metric]
+        )
         return next((name for name in names if any(value_of(row, name) is not None for row in epochs)), "eval_loss")
 
 
@@ -68,32 +72,32 @@ def is_placed(row: Row) -> bool:
 
 def value_of(row: Row, metric: str) -> float | None:
     """Return a metric of an epoch's row, the user's own among them; None where it is not there, or no number."""
-    own = row.get("metrics")
-    value = row.get(metric, own.get(metric) if isinstance(own, Mapping) else None)
+    user_metrics = row.get("metrics")
+    value = row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None)
     return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
 
 
-def look(row: Any, path: str) -> Any:
+def value_at(row: Any, path: str) -> Any:
     """Return what a row holds under a path like "ags.mean"; None where there is nothing."""
-    for part in path.split("."):
+    for key in path.split("."):
         if not isinstance(row, Mapping):
             return None
-        row = row.get(part)
+        row = row.get(key)
     return row
 
 
-def trainings(seen: Material) -> list[TrainingLook]:
+def newest_trainings(material: Material) -> list[TrainingMaterial]:
     """Return the newest training of each part; one of a comparison only where there is no other."""
-    return [found for one in seen.own_parts for found in _newest(one)]
+    return [training for part_material in material.own_parts for training in _newest_training(part_material)]
 
 
-def _newest(one: PartMaterial) -> Iterator[TrainingLook]:
-    comparison = one.part.run.comparison()
+def _newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
+    comparison = part_material.part.run.comparison()
     compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
-    tasks = [task for task in one.look.tasks if isinstance(task, TrainTask)]
-    own = [task for task in tasks if task.signature not in compared] or tasks
-    submitted = {job.id: job.submitted_at for job in one.look.jobs}
-    newest = max(own, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
+    tasks = [task for task in part_material.look.tasks if isinstance(task, TrainTask)]
+    own_tasks = [task for task in tasks if task.signature not in compared] or tasks
+    submitted = {job.id: job.submitted_at for job in part_material.look.jobs}
+    newest = max(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
     if newest is not None:
-        count = len({task.signature for task in own})
-        yield TrainingLook(one, one.look.training(newest.signature), newest, count)
+        count = len({task.signature for task in own_tasks})
+        yield TrainingMaterial(part_material, part_material.look.training(newest.signature), newest, count)

@@ -20,7 +20,7 @@ from tula_cli.run.upkeep import format as run_format
 from tula_cli.run.upkeep.holdings import Holding, Wish, free, holdings, parts, size_of
 from tula_cli.spec.resources import KINDS
 
-JUST_SUBMITTED = 600.0
+JUST_SUBMITTED_SECONDS = 600.0
 """Seconds for which a job that SLURM does not know counts as one that it does not know yet."""
 
 Ask = Callable[[Sequence[str]], Mapping[str, SchedulerState]]
@@ -47,7 +47,7 @@ class RunSpace:
 
 
 @dataclass(frozen=True)
-class Cleaned:
+class CleanResult:
     """What was freed."""
 
     files: int  # and folders
@@ -55,13 +55,13 @@ class Cleaned:
     problems: tuple[str, ...]  # why some of it is still there
 
 
-def spaces(
+def measure_runs(
     runs: Iterable[RunDir],
     *,
     keep_best: bool = False,
     compared: bool = False,
     older: float | None = None,
-    ask: Ask = scheduler.ask,
+    ask: Ask = scheduler.ask_states,
     now: Callable[[], float] = time.time,
 ) -> list[RunSpace]:
     """Return what runs hold and what of it may go, largest first; nothing is changed. SLURM is asked once for all jobs.
@@ -74,101 +74,118 @@ def spaces(
         ask: who asks SLURM.
         now: Unix time.
     """
-    found, looks = [], {}
+    run_spaces, snapshots_by_run = [], {}
     for run in runs:
-        held, changed = size_of(run.path)
+        size, changed = size_of(run.path)
         if older is None or now() - changed >= older:
-            one, looks[run.path] = _space(run, held, changed, keep_best=keep_best, compared=compared)
-            found.append(one)
-    wanted = [one.path for one in found if one.holdings]
-    why = dict(zip(wanted, _held_back([looks[path] for path in wanted], ask, now()), strict=True))
-    told = [_left(one, words) if (words := why.get(one.path)) else one for one in found]
-    return sorted(told, key=lambda one: (-one.size, -one.held))
+            run_space, snapshots_by_run[run.path] = _measure_run(
+                run, size, changed, keep_best=keep_best, compared=compared
+            )
+            run_spaces.append(run_space)
+    paths = [run_space.path for run_space in run_spaces if run_space.holdings]
+    why = dict(zip(paths, _reasons_to_keep([snapshots_by_run[path] for path in paths], ask, now()), strict=True))
+    spaces = [
+        _keep_all(run_space, reason) if (reason := why.get(run_space.path)) else run_space for run_space in run_spaces
+    ]
+    return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
 
 
-def _left(one: RunSpace, why: str) -> RunSpace:
-    return replace(one, kept=why, lives=True, holdings=(), final=(), compared=())
+def _keep_all(run_space: RunSpace, why: str) -> RunSpace:
+    return replace(run_space, kept=why, lives=True, holdings=(), final=(), compared=())
 
 
-def _space(
-    run: RunDir, held: int, changed: float, *, keep_best: bool, compared: bool
+def _measure_run(
+    run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool
 ) -> tuple[RunSpace, list[Snapshot]]:
     """Return what a run holds, with a look at each of its parts; of a damaged one, or of another format, nothing may go."""
-    gone: list[Holding] = []
-    looks: list[Snapshot] = []
+    removable: list[Holding] = []
+    snapshots: list[Snapshot] = []
     try:
         run_format.require_known(run.path)
         for part in parts(run.path):
-            looks.append(Snapshot(part))
+            snapshots.append(Snapshot(part))
             cells = comparison.cells if compared and (comparison := RunDir(part).comparison()) else ()
-            gone += holdings(part, Wish(keep_best, frozenset(cell.signature for cell in cells)))
+            removable += holdings(part, Wish(keep_best, frozenset(cell.signature for cell in cells)))
     except TulaError as error:
-        return RunSpace(run.id, run.path, held, changed, (), kept=error.message), looks
-    whole = tuple(dict.fromkeys(_training(one) for one in gone if one.kind == "compared"))
-    final = tuple(dict.fromkeys(_training(one) for one in gone if one.kind == "checkpoints" and _is_newest(one.path)))
-    return RunSpace(run.id, run.path, held, changed, tuple(gone), final=final, compared=whole), looks
+        return RunSpace(run.id, run.path, size, changed, (), kept=error.message), snapshots
+    compared_trainings = tuple(
+        dict.fromkeys(_training_signature(holding) for holding in removable if holding.kind == "compared")
+    )
+    final = tuple(
+        dict.fromkeys(
+            _training_signature(holding)
+            for holding in removable
+            if holding.kind == "checkpoints" and _is_newest(holding.path)
+        )
+    )
+    return RunSpace(
+        run.id, run.path, size, changed, tuple(removable), final=final, compared=compared_trainings
+    ), snapshots
 
 
-def _training(holding: Holding) -> str:
+def _training_signature(holding: Holding) -> str:
     return holding.path.parent.parent.name
 
 
 def _is_newest(path: Path) -> bool:
     """Return whether no later checkpoint is left to go on from."""
-    return all(other.name <= path.name for other in path.parent.glob("[0-9]*"))
+    return all(checkpoint.name <= path.name for checkpoint in path.parent.glob("[0-9]*"))
 
 
 # --- who still works
 
 
-def _held_back(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list[str]:
+def _reasons_to_keep(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list[str]:
     """Say of each run, given by its parts, why nothing of it may go; empty of one that no job lives of."""
     ids = [
         id_
-        for looks in runs
-        for look in looks
-        for job in _readable(look)
+        for snapshots in runs
+        for snapshot in snapshots
+        for job in _readable_jobs(snapshot)
         if job.scheduler == "slurm"
         for id_ in job.ids
     ]
-    known = ask(ids) if ids else {}
-    holders = [ticket.holder for ticket in machine_lock.tickets()]
-    return [next((words for look in looks if (words := _lives(look, known, holders, now))), "") for looks in runs]
+    states = ask(ids) if ids else {}
+    holders = [ticket.holder for ticket in machine_lock.living_tickets()]
+    return [
+        next((reason for snapshot in snapshots if (reason := _why_alive(snapshot, states, holders, now))), "")
+        for snapshots in runs
+    ]
 
 
-def _readable(look: Snapshot) -> list[Job]:
+def _readable_jobs(snapshot: Snapshot) -> list[Job]:
     with contextlib.suppress(TulaError):
-        return look.jobs
+        return snapshot.jobs
     return []
 
 
-def _lives(look: Snapshot, known: Mapping[str, SchedulerState], holders: Sequence[str], now: float) -> str:
+def _why_alive(snapshot: Snapshot, states: Mapping[str, SchedulerState], holders: Sequence[str], now: float) -> str:
     try:
-        jobs = look.jobs
-        if look.damaged_jobs:
-            return f"{look.damaged_jobs[0].message}: nobody knows whether that job runs"
-        local = LocalLauncher().states(look, [job for job in jobs if job.scheduler == "local"])
-        if own := [id_ for job in jobs if job.scheduler not in KINDS for id_ in job.ids]:
-            known = {**known, **scheduler_of(RunDir(look.path).spec().cluster).ask(own)}
+        jobs = snapshot.jobs
+        if snapshot.damaged_jobs:
+            return f"{snapshot.damaged_jobs[0].message}: nobody knows whether that job runs"
+        local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
+        if job_ids := [id_ for job in jobs if job.scheduler not in KINDS for id_ in job.ids]:
+            states = {**states, **scheduler_of(RunDir(snapshot.path).spec().cluster).ask(job_ids)}
     except TulaError as error:
         return error.message
     for name, _, run in (holder.partition(" of ") for holder in holders):
-        if run == str(look.here):
+        if run == str(snapshot.here):
             return f"{name} measures, trains or waits on this machine"
     for job in jobs:
-        state = local[job.id] if job.scheduler == "local" else _queued(job, known, now)
+        state = local[job.id] if job.scheduler == "local" else _queue_state(job, states, now)
         if state.state != "ended":
-            told = f" ({state.reason})" if state.reason else ""
+            reason_text = f" ({state.reason})" if state.reason else ""
             who = "SLURM" if job.scheduler == "slurm" else "its scheduler"
-            words = f"may run: {who} does not tell" if state.state == "unknown" else f"is {state.state}"
-            return f"{job.id} {words}{told}"
+            description = f"may run: {who} does not tell" if state.state == "unknown" else f"is {state.state}"
+            return f"{job.id} {description}{reason_text}"
     return ""
 
 
-def _queued(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
+def _queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
     """Return the state of a job that lives while one of its links does."""
     states = [known[id_] for id_ in job.ids if id_ in known]
-    if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED:
+    if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
         return SchedulerState("pending", "just submitted")
     return next((state for state in states if state.state != "ended"), SchedulerState("ended"))
 
@@ -176,34 +193,34 @@ def _queued(job: Job, known: Mapping[str, SchedulerState], now: float) -> Schedu
 # --- doing it
 
 
-def clean(found: Iterable[RunSpace]) -> Cleaned:
+def free_space(run_spaces: Iterable[RunSpace]) -> CleanResult:
     """Free what `spaces` has found. A run that a command has submitted jobs of since is left as it is.
 
     Interrupted at any place, the same call goes on.
     """
     files, size, problems = 0, 0, []
-    for one in found:
-        if not one.holdings:
+    for run_space in run_spaces:
+        if not run_space.holdings:
             continue
         try:
-            with _nobody_else(one):
-                for holding in one.holdings:
+            with _lock_run(run_space):
+                for holding in run_space.holdings:
                     free(holding)
                     files, size = files + 1, size + holding.size
         except TulaError as error:
-            problems.append(f"{one.id}: {error.message}")
-    return Cleaned(files, size, tuple(problems))
+            problems.append(f"{run_space.id}: {error.message}")
+    return CleanResult(files, size, tuple(problems))
 
 
 @contextlib.contextmanager
-def _nobody_else(one: RunSpace) -> Iterator[None]:
+def _lock_run(run_space: RunSpace) -> Iterator[None]:
     """Keep others from submitting jobs of a run meanwhile.
 
     Raises:
         TulaError: another command does, or has submitted some since the look.
     """
     with contextlib.ExitStack() as locks:
-        for part in parts(one.path):
+        for part in parts(run_space.path):
             lock = RunDir(part).lock
             if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
                 raise TulaError(f"another tula command ({owner}) is submitting jobs of it; nothing more was freed")
@@ -211,6 +228,6 @@ def _nobody_else(one: RunSpace) -> Iterator[None]:
             jobs = part / "jobs"
             with contextlib.suppress(FileNotFoundError):
                 newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(jobs)), default=0.0)
-                if newest > one.changed:
+                if newest > run_space.changed:
                     raise TulaError("a job of it was submitted meanwhile; nothing of it was freed")
         yield

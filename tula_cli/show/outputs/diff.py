@@ -20,10 +20,14 @@ from tula_cli.words import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.services.comparison.between_runs.difference import RunDifference, RunTold
-    from tula_cli.services.comparison.between_runs.differing import Differing
-    from tula_cli.services.comparison.between_runs.steps import Both, StepDifference
-    from tula_cli.services.comparison.between_runs.training_pairs import Chosen, TrainingPair, TrainingTold
+    from tula_cli.services.comparison.between_runs.difference import RunDifference, RunOverview
+    from tula_cli.services.comparison.between_runs.differing import FieldDifference
+    from tula_cli.services.comparison.between_runs.steps import StepDifference, ValuePair
+    from tula_cli.services.comparison.between_runs.training_pairs import (
+        RecommendedConfiguration,
+        TrainingOverview,
+        TrainingPair,
+    )
 
 _WIDEST = 48  # characters of a value in a table
 _FILES = 20
@@ -43,14 +47,14 @@ def run_difference(found: "RunDifference") -> Iterator["RenderableType"]:
     yield from _trainings([pair for pair in found.trainings if pair.before != pair.after])
 
 
-def _run(told: "RunTold") -> str:
+def _run(told: "RunOverview") -> str:
     if told.measured is None:
         return f"{near(told.path)}: nothing measured yet"
     first, last = map(moment, told.measured)
     return f"{near(told.path)}: measured {first}{f' to {last}' * (last != first)}"
 
 
-def _values(heading: str, differences: Sequence["Differing"]) -> Iterator["RenderableType"]:
+def _values(heading: str, differences: Sequence["FieldDifference"]) -> Iterator["RenderableType"]:
     if not differences:
         return
     made = table((heading, "A", "B"), left=range(3))
@@ -133,7 +137,7 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else number(1000 * value)
 
 
-def _both(each: "Both", divisor: float) -> str:
+def _both(each: "ValuePair", divisor: float) -> str:
     if each.before is None and each.after is None:
         return "-"
     return f"{size(each.before, divisor)} -> {size(each.after, divisor)}"
@@ -159,7 +163,7 @@ def _chosen(found: "RunDifference") -> Iterator["RenderableType"]:
     yield from (f"  {letter}  {_choice(choice)}" for letter, choice in (("A", one), ("B", other)))
 
 
-def _choice(choice: "Chosen | None") -> str:
+def _choice(choice: "RecommendedConfiguration | None") -> str:
     if choice is None:
         return "nothing yet"
     kind = f" of type {choice.type}" * bool(choice.type) + " on spot" * (choice.market == "spot")
@@ -181,7 +185,7 @@ def _trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableType"]:
     yield made
 
 
-def _training(letter: str, part: str, told: "TrainingTold") -> tuple[str, ...]:
+def _training(letter: str, part: str, told: "TrainingOverview") -> tuple[str, ...]:
     best = f"{told.best_of} {number(told.best, 4)}" if told.best_of and told.best is not None else "-"
     epoch = f" at epoch {told.best_epoch}" if told.best_epoch is not None and told.best_of else ""
     why = f": {'; '.join(told.causes)}" if told.causes else ""

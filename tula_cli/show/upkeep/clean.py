@@ -9,7 +9,7 @@ from tula_cli.words import amount, moment, plural
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.services.upkeep.clean import Cleaned, RunSpace
+    from tula_cli.services.upkeep.clean import CleanResult, RunSpace
 
 WORDS = {
     "checkpoints": "older checkpoints",
@@ -56,13 +56,13 @@ def _rows(one: "RunSpace") -> list[list[str]]:
     return rows
 
 
-def cleaned(done: "Cleaned") -> Iterator[str]:
+def cleaned(done: "CleanResult") -> Iterator[str]:
     """What was freed."""
     yield f"freed {amount(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
     yield from (f"not all of {problem}" for problem in done.problems)
 
 
-def data(found: "Sequence[RunSpace]", done: "Cleaned | None") -> dict[str, Any]:
+def data(found: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
     """The same for --json; `freed` is None where nothing was touched. Bytes."""
     return {
         "runs": [{**vars(one), "size": one.size} for one in found],

@@ -11,11 +11,11 @@ from tula_cli.spec.sections import Train
 BACKEND = "inductor"
 
 
-OTHERS = 8
+MAX_OTHER_SHAPES = 8
 """Shapes beside those of a step that may be compiled (an evaluation's last batch, for one): torch's own limit of all."""
 
 
-def compile_(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
+def compile_model(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
     """Have the model's forward and backward pass compiled when they are first run, where the job says so.
 
     For each shape by itself: a step's inputs have one shape, and kernels for any shape would be slower. `shapes` is how many
@@ -23,11 +23,11 @@ def compile_(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
     """
     if train.compile:
         limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, OTHERS + shapes - 1)
+        torch._dynamo.config.recompile_limit = max(limit, MAX_OTHER_SHAPES + shapes - 1)
         mode = None if train.compile is True else train.compile
         model.compile(backend=BACKEND, mode=mode, dynamic=False)
 
 
-def as_written(train: Train) -> AbstractContextManager[Any]:
-    """Run models as they are written inside, not compiled: passes that are rare, or differentiated twice."""
+def without_compilation(train: Train) -> AbstractContextManager[Any]:
+    """Run models uncompiled inside: for passes that are rare, or differentiated twice."""
     return torch.compiler.set_stance("force_eager") if train.compile else nullcontext()

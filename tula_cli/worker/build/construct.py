@@ -12,7 +12,7 @@ _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
 
 
-def construct(
+def call_with_arguments(
     target: Callable[..., Any],
     args: Mapping[str, Any],
     *,
@@ -47,11 +47,11 @@ def construct(
             raise problem from error
         if is_import_string(name):
             raise
-        raise refused(error, args, path=path, name=name) from error
+        raise refused_arguments(error, args, path=path, name=name) from error
     except ValueError as error:
         if is_import_string(name):
             raise
-        raise refused(error, args, path=path, name=name) from error
+        raise refused_arguments(error, args, path=path, name=name) from error
 
 
 def parameters_of(target: Callable[..., Any]) -> list[str]:
@@ -68,7 +68,7 @@ def parameters_of(target: Callable[..., Any]) -> list[str]:
     return names
 
 
-def accepts(target: Callable[..., Any], argument: str) -> bool:
+def accepts_argument(target: Callable[..., Any], argument: str) -> bool:
     """Whether a callable names `argument` among its parameters."""
     return argument in parameters_of(target)
 
@@ -86,17 +86,19 @@ def _argument_problem(
     """Return what is wrong with the arguments if that, and not the called code, raised the TypeError."""
     unexpected = _UNEXPECTED.search(str(error))
     if unexpected and unexpected[1] in args:
-        known = parameters_of(target)
-        hint = nearest(unexpected[1], known) or (f"it takes {', '.join(known)}" if known else "")
+        parameter_names = parameters_of(target)
+        hint = nearest(unexpected[1], parameter_names) or (
+            f"it takes {', '.join(parameter_names)}" if parameter_names else ""
+        )
         return SpecError(f"{path}.{unexpected[1]}: {name} takes no such argument", hint)
     if _binds(target, *first, **given, **args):
         return None
     missing = _MISSING.search(str(error))
     if missing:
         return SpecError(f"{path}: {name} needs {missing[1]}", f"add it to {path}")
-    wanted = ", ".join([*(["..."] if first else []), *given])
+    expected = ", ".join([*(["..."] if first else []), *given])
     return SpecError(
-        f"{name} cannot be called by tula: {error}", f"it is called with ({wanted}, and the arguments given)"
+        f"{name} cannot be called by tula: {error}", f"it is called with ({expected}, and the arguments given)"
     )
 
 
@@ -117,7 +119,7 @@ _MATRICES = (
 )
 
 
-def refused(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
+def refused_arguments(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
     """Return the error that built-in code refuses the values of its arguments."""
     shown = ", ".join(f"{key}: {value!r}" for key, value in args.items())
     return SpecError(

@@ -15,8 +15,8 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches.collate import build_collate
-from tula_cli.worker.build.construct import accepts, construct
-from tula_cli.worker.build.samples import Datasets, EvaluationDataset, Samples, SeededDataset, Transform, length
+from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
+from tula_cli.worker.build.samples import Datasets, EvaluationDataset, Samples, SeededDataset, Transform, sample_count
 from tula_cli.worker.build.sampling import build_sampler
 from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.build.text import source_text
@@ -26,7 +26,7 @@ SPLIT_SEED = 0
 """Seed of the split into training and evaluation samples; fixed, so that runs with other seeds stay comparable."""
 
 
-def prepare(spec: JobSpec) -> None:
+def download_dataset(spec: JobSpec) -> None:
     """Download the dataset where the spec asks for it and torchvision can; one process at a time may do so.
 
     Raises:
@@ -40,7 +40,7 @@ def prepare(spec: JobSpec) -> None:
             f"dataset.download: tula cannot download {name}",
             SOURCES.get(name, "leave dataset.download out"),
         )
-    root = _root(spec)
+    root = _data_folder(spec)
     root.mkdir(parents=True, exist_ok=True)
     splits = ({"train": True}, {"train": False}) if name.startswith("CIFAR") else ({},)
     for split in splits:
@@ -66,17 +66,19 @@ def build_datasets(spec: JobSpec) -> Datasets:
     build = dataset_source(spec.dataset.name)
     train, held_out, classes = build(spec, *transforms)
     collate = build_collate(spec) or source_text.COLLATES.get(spec.dataset.name)
-    found = Datasets(_training(spec, train), _evaluation(spec, held_out), classes, collate)
-    for samples, what in ((found.train, "training"), (found.eval, "evaluation")):
+    datasets = Datasets(_training_dataset(spec, train), _evaluation_dataset(spec, held_out), classes, collate)
+    for samples, purpose in ((datasets.train, "training"), (datasets.eval, "evaluation")):
         if len(samples) == 0:
-            raise SpecError(f"dataset {spec.dataset.name} has no {what} samples")
-    return found
+            raise SpecError(f"dataset {spec.dataset.name} has no {purpose} samples")
+    return datasets
 
 
-def _training(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDataset:
+def _training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDataset:
     settings, seed = spec.dataset, spec.train.seed
     streamed, sampler = is_stream(samples), build_sampler(spec)
-    refused = [what for what, given in (("an iterable dataset", streamed), ("dataset.sampler", sampler)) if given]
+    refused = [
+        feature for feature, is_given in (("an iterable dataset", streamed), ("dataset.sampler", sampler)) if is_given
+    ]
     if refused and spec.train.facts.tunes:
         raise SpecError(
             f"train.method {spec.train.method} holds out samples by their number, which {refused[0]} has not"
@@ -89,11 +91,11 @@ def _training(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDatase
         return SeededDataset(samples, seed=seed, order=sampler)
     if sampler:
         raise SpecError("dataset.sampler: an iterable dataset has an order of its own", "leave dataset.sampler out")
-    size = settings.length or length(samples)
+    size = settings.length or sample_count(samples)
     return StreamedDataset(samples, size=size, seed=seed, sharded=settings.sharded)
 
 
-def build_test(spec: JobSpec, datasets: Datasets) -> EvaluationDataset | StreamedDataset:
+def build_test_dataset(spec: JobSpec, datasets: Datasets) -> EvaluationDataset | StreamedDataset:
     """Return the samples of dataset.test; without one those that training is evaluated on.
 
     Args:
@@ -108,31 +110,37 @@ def build_test(spec: JobSpec, datasets: Datasets) -> EvaluationDataset | Streame
     transform = build_transforms(spec.transforms.eval, path="transforms.eval")
     of_test = spec.model_copy(update={"dataset": spec.dataset.tested})
     if is_import_string(of_test.dataset.name):
-        samples = _own(of_test, is_train=False, transform=transform, path="dataset.test.args")
+        samples = _construct_user_dataset(of_test, is_train=False, transform=transform, path="dataset.test.args")
     else:
-        samples = _construct_torchvision(of_test, root=str(_root(of_test)), transform=transform)
-    found = _evaluation(of_test, samples)
-    if len(found) == 0:
+        samples = _construct_torchvision(of_test, root=str(_data_folder(of_test)), transform=transform)
+    dataset = _evaluation_dataset(of_test, samples)
+    if len(dataset) == 0:
         raise SpecError(f"dataset.test: {of_test.dataset.name} has no samples")
     _check_classes(samples, datasets)
-    return found
+    return dataset
 
 
 def _check_classes(samples: Any, datasets: Datasets) -> None:
     """Refuse a test set whose labels mean other classes: they are numbers by the order of their names."""
     trained = datasets.train.samples
-    known, own = (getattr(one, "classes", None) for one in (getattr(trained, "dataset", trained), samples))
-    if isinstance(known, list | tuple) and isinstance(own, list | tuple) and list(known) != list(own):
-        odd = ", ".join(sorted(map(str, set(known) ^ set(own)))[:5]) or "they are in another order"
+    training_classes, test_classes = (
+        getattr(source, "classes", None) for source in (getattr(trained, "dataset", trained), samples)
+    )
+    if (
+        isinstance(training_classes, list | tuple)
+        and isinstance(test_classes, list | tuple)
+        and list(training_classes) != list(test_classes)
+    ):
+        odd = ", ".join(sorted(map(str, set(training_classes) ^ set(test_classes)))[:5]) or "they are in another order"
         raise SpecError(f"dataset.test: its classes are not those of the training set: {odd}")
     count = _classes_of(samples)
     if None not in (count, datasets.classes) and count != datasets.classes:
         raise SpecError(f"dataset.test: it has {count} classes, the training set {datasets.classes}")
 
 
-def _evaluation(spec: JobSpec, samples: Samples) -> EvaluationDataset | StreamedDataset:
+def _evaluation_dataset(spec: JobSpec, samples: Samples) -> EvaluationDataset | StreamedDataset:
     if is_stream(samples):
-        size = spec.dataset.eval_length or length(samples)
+        size = spec.dataset.eval_length or sample_count(samples)
         return StreamedDataset(samples, size=size, seed=spec.train.seed, sharded=spec.dataset.sharded)
     if spec.dataset.eval_length:
         raise SpecError("dataset.eval_length is for iterable datasets, and the evaluation's is none")
@@ -153,20 +161,20 @@ def dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], "Spli
         SpecError: unknown name; with the nearest known ones.
     """
     if is_import_string(name):
-        return _imported
+        return _imported_split
     return load(name, BUILTINS, kind="dataset")  # type: ignore[no-any-return]
 
 
 Split = tuple[Samples, Samples, int | None]
 
 
-def _imported(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+def _imported_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return both splits of a callable `(train, transform, **args)`."""
-    samples = _own(spec, is_train=True, transform=train)
-    return samples, _own(spec, is_train=False, transform=evaluate), _classes_of(samples)
+    samples = _construct_user_dataset(spec, is_train=True, transform=train)
+    return samples, _construct_user_dataset(spec, is_train=False, transform=evaluate), _classes_of(samples)
 
 
-def _own(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
+def _construct_user_dataset(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
     target = load(spec.dataset.name, {}, kind="dataset")
     transforms = takes_transform(target)
     if not transforms and (spec.transforms.train or spec.transforms.eval):
@@ -174,8 +182,8 @@ def _own(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "da
             f"transforms: dataset {spec.dataset.name} takes no transform, so they would do nothing",
             "let it take one, dataset(train, transform), or leave the section out",
         )
-    given = {"train": is_train, **({"transform": transform} if transforms else {})}
-    return construct(target, spec.dataset.args, path=path, name=spec.dataset.name, given=given)
+    arguments = {"train": is_train, **({"transform": transform} if transforms else {})}
+    return call_with_arguments(target, spec.dataset.args, path=path, name=spec.dataset.name, given=arguments)
 
 
 def takes_transform(target: Callable[..., Any]) -> bool:
@@ -184,7 +192,7 @@ def takes_transform(target: Callable[..., Any]) -> bool:
         kinds = [parameter.kind for parameter in inspect.signature(target).parameters.values()]
     except (TypeError, ValueError):  # it does not tell
         return True
-    return inspect.Parameter.VAR_KEYWORD in kinds or accepts(target, "transform")
+    return inspect.Parameter.VAR_KEYWORD in kinds or accepts_argument(target, "transform")
 
 
 def _classes_of(samples: Any) -> int | None:
@@ -196,11 +204,13 @@ def _classes_of(samples: Any) -> int | None:
     return len(names) if names is not None else None
 
 
-def _official(key: str, train_value: Any, eval_value: Any) -> Callable[[JobSpec, Transform, Transform], Split]:
+def _official_split_builder(
+    key: str, train_value: Any, eval_value: Any
+) -> Callable[[JobSpec, Transform, Transform], Split]:
     """Return a builder for a dataset of torchvision's that has an official split, told by the argument `key`."""
 
     def build(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-        root = str(_root(spec))
+        root = str(_data_folder(spec))
         samples = _construct_torchvision(spec, root=root, transform=train, **{key: train_value})
         held_out = _construct_torchvision(spec, root=root, transform=evaluate, **{key: eval_value})
         return samples, held_out, len(samples.classes)
@@ -208,17 +218,17 @@ def _official(key: str, train_value: Any, eval_value: Any) -> Callable[[JobSpec,
     return build
 
 
-def _caltech(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-    root = _root(spec)
+def _caltech_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    root = _data_folder(spec)
     if not (root / spec.dataset.name.lower()).is_dir():  # torchvision would create an empty one
-        raise _missing(spec, root / spec.dataset.name.lower())
+        raise _missing_files(spec, root / spec.dataset.name.lower())
     samples = _construct_torchvision(spec, root=str(root), transform=train)
     held_out = _construct_torchvision(spec, root=str(root), transform=evaluate)
-    return *_split(spec, samples, held_out, samples.y), len(samples.categories)
+    return *_stratified_split(spec, samples, held_out, samples.y), len(samples.categories)
 
 
-def _image_folder(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
-    root = _root(spec)
+def _image_folder_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    root = _data_folder(spec)
     official = (root / "train").is_dir() and (root / "val").is_dir()
     folders = (root / "train", root / "val") if official else (root, root)
     samples = _construct_torchvision(spec, root=str(folders[0]), transform=train)
@@ -228,19 +238,21 @@ def _image_folder(spec: JobSpec, train: Transform, evaluate: Transform) -> Split
         raise SpecError(f"{folders[0]} and {folders[1]} have different classes: {', '.join(odd[:5])}")
     if official:
         return samples, held_out, len(samples.classes)
-    return *_split(spec, samples, held_out, samples.targets), len(samples.classes)
+    return *_stratified_split(spec, samples, held_out, samples.targets), len(samples.classes)
 
 
 def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
     """Construct a dataset of torchvision's from what tula gives and the spec's arguments."""
     name = spec.dataset.name
     try:
-        return construct(getattr(datasets, name), spec.dataset.args, path="dataset.args", name=name, given=given)
+        return call_with_arguments(
+            getattr(datasets, name), spec.dataset.args, path="dataset.args", name=name, given=given
+        )
     except (RuntimeError, FileNotFoundError) as error:
-        raise _missing(spec, Path(given["root"]), reason=str(error)) from error
+        raise _missing_files(spec, Path(given["root"]), reason=str(error)) from error
 
 
-def _missing(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
+def _missing_files(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
     name = spec.dataset.name
     why = f": {reason}" if folder.is_dir() and reason else ""
     hint = SOURCES.get(name, "set dataset.download: true, or set dataset.root to where it lies")
@@ -249,11 +261,11 @@ def _missing(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
     return SpecError(f"dataset {name} is not in {folder.absolute()}{why}", hint)
 
 
-def _root(spec: JobSpec) -> Path:
+def _data_folder(spec: JobSpec) -> Path:
     return Path(spec.dataset.root).expanduser()
 
 
-class Arrays(torch.utils.data.Dataset[Any]):
+class InMemoryImages(torch.utils.data.Dataset[Any]):
     """Images in memory: uint8, (N, H, W), given out as gray PIL images."""
 
     def __init__(self, images: np.ndarray[Any, Any], labels: Sequence[int], transform: Transform) -> None:
@@ -266,14 +278,16 @@ class Arrays(torch.utils.data.Dataset[Any]):
         return self.transform(PIL.Image.fromarray(self.images[index])), int(self.labels[index])
 
 
-def _digits(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+def _digits_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return scikit-learn's 1797 handwritten digits, 8 x 8, gray."""
     if spec.dataset.args:
         raise SpecError(f"dataset.args: digits takes none, got {', '.join(spec.dataset.args)}")
     table = _digits_table()
     images = (table[:, :64].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     labels = [int(label) for label in table[:, 64]]
-    return *_split(spec, Arrays(images, labels, train), Arrays(images, labels, evaluate), labels), 10
+    return *_stratified_split(
+        spec, InMemoryImages(images, labels, train), InMemoryImages(images, labels, evaluate), labels
+    ), 10
 
 
 def _digits_table() -> "np.ndarray[Any, Any]":
@@ -294,8 +308,8 @@ def _digits_table() -> "np.ndarray[Any, Any]":
             return np.loadtxt(path, delimiter=",")
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return np.column_stack([found.data, found.target])
+    digits = load_digits()
+    return np.column_stack([digits.data, digits.target])
 
 
 class FakeImages(torch.utils.data.Dataset[Any]):
@@ -327,13 +341,13 @@ class FakeImages(torch.utils.data.Dataset[Any]):
         return self.transform(image), label
 
 
-def _fake(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+def _fake_split(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return noise images: `size` to train on, and `eval_fraction` times as many others to evaluate on."""
 
     def shape(size: int = 1000, image_size: Sequence[int] = (3, 224, 224), num_classes: int = 10) -> tuple[Any, ...]:
         return size, tuple(image_size), num_classes
 
-    size, image_size, classes = construct(shape, spec.dataset.args, path="dataset.args", name="FakeData")
+    size, image_size, classes = call_with_arguments(shape, spec.dataset.args, path="dataset.args", name="FakeData")
     if len(image_size) != 3 or image_size[0] not in (1, 3) or min(image_size[1:]) < 1:
         raise SpecError(
             f"dataset.args.image_size: must be [channels, height, width] with 1 or 3 channels, got {image_size}"
@@ -349,13 +363,15 @@ def _fake(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     )
 
 
-def _split(spec: JobSpec, train: Samples, evaluate: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
+def _stratified_split(
+    spec: JobSpec, train: Samples, evaluate: Samples, labels: Sequence[int]
+) -> tuple[Samples, Samples]:
     """Return disjoint stratified subsets of two views (training and evaluation transforms) of the same samples."""
-    kept, held_out = stratified(labels, fraction=spec.dataset.eval_fraction)
-    return torch.utils.data.Subset(train, kept), torch.utils.data.Subset(evaluate, held_out)
+    train_indices, held_out = split_indices_by_class(labels, fraction=spec.dataset.eval_fraction)
+    return torch.utils.data.Subset(train, train_indices), torch.utils.data.Subset(evaluate, held_out)
 
 
-def stratified(labels: Sequence[int], *, fraction: float) -> tuple[list[int], list[int]]:
+def split_indices_by_class(labels: Sequence[int], *, fraction: float) -> tuple[list[int], list[int]]:
     """Split indices so that each class gives the same share, at least one where it has two or more.
 
     Args:
@@ -377,14 +393,14 @@ def stratified(labels: Sequence[int], *, fraction: float) -> tuple[list[int], li
 
 
 BUILTINS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = {
-    "CIFAR10": _official("train", True, False),
-    "CIFAR100": _official("train", True, False),
-    "Caltech101": _caltech,
-    "Caltech256": _caltech,
-    "ImageNet": _official("split", "train", "val"),
-    "ImageFolder": _image_folder,
-    "FakeData": _fake,
-    "digits": _digits,
+    "CIFAR10": _official_split_builder("train", True, False),
+    "CIFAR100": _official_split_builder("train", True, False),
+    "Caltech101": _caltech_split,
+    "Caltech256": _caltech_split,
+    "ImageNet": _official_split_builder("split", "train", "val"),
+    "ImageFolder": _image_folder_split,
+    "FakeData": _fake_split,
+    "digits": _digits_split,
     **source_text.DATASETS,
 }
 

@@ -41,7 +41,7 @@ class GhostBatchNorm(_BatchNorm):
         """Map (N, C, ...) to the same shape."""
         if not self.training or len(input) <= self.ghost_batch:
             return super().forward(input)
-        return torch.cat([super(GhostBatchNorm, self).forward(part) for part in input.split(self.ghost_batch)])
+        return torch.cat([super(GhostBatchNorm, self).forward(ghost) for ghost in input.split(self.ghost_batch)])
 
     def extra_repr(self) -> str:
         return f"{_BatchNorm.extra_repr(self)}, ghost_batch={self.ghost_batch}"
@@ -64,13 +64,13 @@ def apply_ghost_batch_norm(model: nn.Module, ghost_batch: int) -> None:
 
 def refuse_without_batch_norm(model: nn.Module, ghost_batch: int) -> None:
     """Raise SpecError where there is nothing to replace."""
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm) and module is not model]
-    if any(isinstance(module, nn.SyncBatchNorm) for module in found):
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module is not model]
+    if any(isinstance(module, nn.SyncBatchNorm) for module in norms):
         raise SpecError(
             f"train.ghost_batch {ghost_batch}: SyncBatchNorm takes its statistics over all GPUs, ghost batches over a part"
             " of one"
         )
-    if all(isinstance(module, FrozenStatistics) for module in found):
+    if all(isinstance(module, FrozenStatistics) for module in norms):
         raise SpecError(
             f"train.ghost_batch {ghost_batch}: the model has no BatchNorm that is trained",
             "leave train.ghost_batch out",

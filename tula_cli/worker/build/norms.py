@@ -10,20 +10,20 @@ from tula_cli.worker.build.finetune.frozen import FrozenStatistics
 from tula_cli.worker.build.ghost import GhostBatchNorm
 
 
-def normalised(model: nn.Module, *, world: int) -> int:
+def count_statistics_batches(model: nn.Module, *, world: int) -> int:
     """Return the micro-batches that statistics are taken over: 1, of SyncBatchNorm alone one of each rank, 0 without either.
 
     Ghost batches stay what they are in smaller micro-batches.
     """
-    found = norms_of(model)
-    if all(isinstance(module, GhostBatchNorm) for module in found):
+    norms = batch_norms_of(model)
+    if all(isinstance(module, GhostBatchNorm) for module in norms):
         return 0
-    return world if all(isinstance(module, nn.SyncBatchNorm) for module in found) else 1
+    return world if all(isinstance(module, nn.SyncBatchNorm) for module in norms) else 1
 
 
-def limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool], str]]:
+def micro_batch_limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool], str]]:
     """Return what a micro-batch has to fulfil for each kind of BatchNorm in the model, and why."""
-    norms = norms_of(model)
+    norms = batch_norms_of(model)
     ghosts = {norm.ghost_batch for norm in norms if isinstance(norm, GhostBatchNorm)}
     ranks = {
         world if isinstance(norm, nn.SyncBatchNorm) else 1 for norm in norms if not isinstance(norm, GhostBatchNorm)
@@ -31,7 +31,7 @@ def limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool],
     return [batch_norm_limit(ghost=ghost) for ghost in ghosts] + [batch_norm_limit(ranks=over) for over in ranks]
 
 
-def norms_of(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms_of(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers that take statistics of a batch, as frozen ones do not."""
-    found = (module for module in model.modules() if isinstance(module, _BatchNorm))
-    return [module for module in found if not isinstance(module, FrozenStatistics)]
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return [module for module in norms if not isinstance(module, FrozenStatistics)]

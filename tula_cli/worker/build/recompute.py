@@ -26,12 +26,12 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
     Raises:
         SpecError: the model has no such block, so that the setting would do nothing.
     """
-    units = list(_units(model))
+    units = list(_units_to_wrap(model))
     for unit in units:
-        if isinstance(unit, _Chain):
+        if isinstance(unit, _CheckpointedChain):
             unit.chain.forward = unit  # type: ignore[method-assign]
         else:
-            unit.forward = _Recomputed(unit.forward, _norms([unit]))
+            unit.forward = _CheckpointedForward(unit.forward, _running_norms([unit]))
     if not units:
         raise SpecError(
             f"train.activation_checkpointing: {type(model).__name__} has no blocks to checkpoint",
@@ -39,7 +39,7 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
         )
 
 
-class _Recomputed:
+class _CheckpointedForward:
     """A forward that is checkpointed where gradients are wanted (an object, so that a copied model copies it too)."""
 
     def __init__(self, forward: Callable[..., Any], norms: list[nn.Module]) -> None:
@@ -53,26 +53,26 @@ class _Recomputed:
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _StatisticsKept(self.norms)
+        return nullcontext(), _FrozenRunningStatistics(self.norms)
 
 
-class _Chain:
+class _CheckpointedChain:
     """The forward of a plain chain of layers, part by part."""
 
     def __init__(self, chain: nn.Sequential, cuts: Sequence[int]) -> None:
         self.chain = chain
         layers = list(chain)
         bounds = [0, *cuts, len(layers)]
-        parts = [layers[start:end] for start, end in itertools.pairwise(bounds)]
-        self.parts = [_Recomputed(_Run(part), _norms(part)) for part in parts]
+        segments = [layers[start:end] for start, end in itertools.pairwise(bounds)]
+        self.parts = [_CheckpointedForward(_LayerSequence(segment), _running_norms(segment)) for segment in segments]
 
     def __call__(self, value: Any) -> Any:
-        for part in self.parts:
-            value = part(value)
+        for segment in self.parts:
+            value = segment(value)
         return value
 
 
-class _Run:
+class _LayerSequence:
     """Layers one after the other."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -86,24 +86,24 @@ class _Run:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the model's blocks: the composite members of every Sequential or ModuleList, outermost first."""
-    return [unit for unit in _units(model) if isinstance(unit, nn.Module)]
+    return [unit for unit in _units_to_wrap(model) if isinstance(unit, nn.Module)]
 
 
-def _units(module: nn.Module) -> Iterator[nn.Module | _Chain]:
+def _units_to_wrap(module: nn.Module) -> Iterator[nn.Module | _CheckpointedChain]:
     """Yield blocks to wrap whole and plain chains to cut, outermost first; what is inside a block is left alone."""
     for child in [module] if isinstance(module, nn.Sequential) else module.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             yield from _units_of(child)
         else:
-            yield from _units(child)
+            yield from _units_to_wrap(child)
 
 
-def _units_of(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _Chain]:
+def _units_of(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _CheckpointedChain]:
     members = list(group)
     if isinstance(group, nn.Sequential) and not any(_is_composite(member) for member in members):
-        cuts = _cuts(members)
+        cuts = _cut_positions(members)
         if cuts:
-            yield _Chain(group, cuts)
+            yield _CheckpointedChain(group, cuts)
         return
     for member in members:
         if isinstance(member, nn.Sequential | nn.ModuleList) and any(_is_composite(inner) for inner in member):
@@ -116,36 +116,36 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
-def _cuts(layers: Sequence[nn.Module]) -> list[int]:
+def _cut_positions(layers: Sequence[nn.Module]) -> list[int]:
     """Return where parts begin; never at an in-place layer, which would change the input that is kept."""
-    behind_pools = [place + 1 for place, layer in enumerate(layers[:-1]) if isinstance(layer, _POOLS)]
+    behind_pools = [position + 1 for position, layer in enumerate(layers[:-1]) if isinstance(layer, _POOLS)]
     if behind_pools:
-        places = behind_pools
+        starts = behind_pools
     elif len(layers) < _MIN_FLAT_LAYERS:
         return []
     else:
         stride = math.isqrt(len(layers))
-        places = list(range(stride, len(layers), stride))
-    return sorted({place for start in places if (place := _next_with_parameters(layers, start)) is not None})
+        starts = list(range(stride, len(layers), stride))
+    return sorted({position for start in starts if (position := _next_with_parameters(layers, start)) is not None})
 
 
 def _next_with_parameters(layers: Sequence[nn.Module], start: int) -> int | None:
     return next((p for p in range(start, len(layers)) if any(True for _ in layers[p].parameters())), None)
 
 
-def _norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def _running_norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers that keep running statistics."""
     return [m for module in modules for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None]
 
 
-class _StatisticsKept:
-    """`_statistics_kept`, to be entered once after the other: a double backward computes the block a third time."""
+class _FrozenRunningStatistics:
+    """`_freeze_running_statistics`, to be entered once after the other: a double backward computes the block a third time."""
 
     def __init__(self, norms: Sequence[Any]) -> None:
         self.norms = norms
 
     def __enter__(self) -> None:
-        self._once = _statistics_kept(self.norms)
+        self._once = _freeze_running_statistics(self.norms)
         self._once.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -153,16 +153,16 @@ class _StatisticsKept:
 
 
 @contextmanager
-def _statistics_kept(norms: Sequence[Any]) -> Iterator[None]:
+def _freeze_running_statistics(norms: Sequence[Any]) -> Iterator[None]:
     """Let a second forward pass over the same batch leave running statistics as they are.
 
     A momentum of 0 rather than track_running_stats off: the recomputation must save the same tensors as the first pass.
     """
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     try:
         for norm in norms:
             norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, before, strict=True):
+        for norm, (momentum, count) in zip(norms, settings, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count

@@ -43,7 +43,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         self.samples = samples
         self.seed = seed
         self.own_order = order
-        self.size = length(samples) if order is None else len(order(samples, 0))
+        self.size = sample_count(samples) if order is None else len(order(samples, 0))
 
     def __len__(self) -> int:
         """Return the samples of an epoch."""
@@ -53,26 +53,26 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         """Return the order of an epoch as the user's own sampler gives it; None where there is none."""
         if self.own_order is None:
             return None
-        found = self.own_order(self.samples, epoch)
-        if len(found) != self.size:
-            raise SpecError(f"dataset.sampler gives {len(found)} samples in epoch {epoch}, and {self.size} in epoch 0")
-        return found
+        order = self.own_order(self.samples, epoch)
+        if len(order) != self.size:
+            raise SpecError(f"dataset.sampler gives {len(order)} samples in epoch {epoch}, and {self.size} in epoch 0")
+        return order
 
-    def first(self, count: int) -> list[Any]:
+    def first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
-        return [self[0, index] for index in range(min(count, length(self.samples)))]
+        return [self[0, index] for index in range(min(count, sample_count(self.samples)))]
 
-    def spread(self, count: int) -> list[Any]:
+    def spread_samples(self, count: int) -> list[Any]:
         """Return `count` samples from all parts of the dataset, or all where it has fewer."""
-        size = length(self.samples)
-        taken = min(count, size)
-        return [self[0, number * size // taken] for number in range(taken)]
+        size = sample_count(self.samples)
+        samples_taken = min(count, size)
+        return [self[0, number * size // samples_taken] for number in range(samples_taken)]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
         with seeded(self.seed, epoch, index):
             item = self.samples[index]
-        return as_item(item)
+        return as_sample(item)
 
 
 class EvaluationDataset(torch.utils.data.Dataset[Any]):
@@ -82,24 +82,24 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
         self.samples = samples
 
     def __len__(self) -> int:
-        return length(self.samples)
+        return sample_count(self.samples)
 
     def __getitem__(self, index: int) -> Any:
-        return as_item(self.samples[index])
+        return as_sample(self.samples[index])
 
-    def first(self, count: int) -> list[Any]:
+    def first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
         return [self[index] for index in range(min(count, len(self)))]
 
 
-def as_item(item: Any) -> Any:
+def as_sample(item: Any) -> Any:
     """Return a sample as batches are made of it: mostly (input, target), else any tree."""
     if type(item) in (tuple, list) and len(item) == 2:
-        return as_plain(item[0]), as_label(item[1])
-    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else as_plain(leaf), item)
+        return as_plain_tensor(item[0]), as_label(item[1])
+    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else as_plain_tensor(leaf), item)
 
 
-def as_plain(sample: Any) -> Any:
+def as_plain_tensor(sample: Any) -> Any:
     """Return an image tensor of torchvision's as the plain tensor that it is: its own type makes every operation slower."""
     return sample.as_subclass(torch.Tensor) if isinstance(sample, tv_tensors.TVTensor) else sample
 
@@ -111,7 +111,7 @@ def as_label(target: Any) -> Any:
     return int(target) if isinstance(target, np.integer) else target
 
 
-def length(samples: Samples) -> int:
+def sample_count(samples: Samples) -> int:
     """Return how many samples there are.
 
     Raises:

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from tula_cli.errors import SpecError
 from tula_cli.host import devices
 from tula_cli.host.processes import die_with_parent
-from tula_cli.models.memory.host_memory import AHEAD
+from tula_cli.models.memory.host_memory import PREFETCH_FACTOR
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.plugins import load
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.batches.collate import Collate, collated
-from tula_cli.worker.build.construct import accepts, construct
-from tula_cli.worker.build.samples import length
+from tula_cli.worker.build.batches.collate import Collate, collate_items
+from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
+from tula_cli.worker.build.samples import sample_count
 from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.seeding import seeded, stable_seed
 
@@ -52,7 +52,7 @@ def permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(stable_seed(seed, epoch)))
 
 
-class Batches(Sampler[list[Key]]):
+class MicroBatchSampler(Sampler[list[Key]]):
     """One rank's micro-batches from a position to the last epoch, without a gap between epochs.
 
     Global batch k of an epoch is permutation[done + k B : done + (k + 1) B]; rank r takes every world-th of it. Never
@@ -84,40 +84,42 @@ class Batches(Sampler[list[Key]]):
 
     def __iter__(self) -> Iterator[list[Key]]:
         for epoch in range(self.start.epoch, self.epochs):
-            own = self.own_order(epoch)
-            order = permutation(self.size, seed=self.seed, epoch=epoch) if own is None else own
-            for begin, batch in self.steps(epoch):
-                mine = order[begin + self.rank : begin + batch : self.world]
-                for part in mine.view(self.parts[batch], -1).tolist():
-                    yield [(epoch, index) for index in part]
+            user_order = self.own_order(epoch)
+            order = permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
+            for begin, batch in self.steps_of_epoch(epoch):
+                rank_indices = order[begin + self.rank : begin + batch : self.world]
+                for micro_batch in rank_indices.view(self.parts[batch], -1).tolist():
+                    yield [(epoch, index) for index in micro_batch]
 
-    def steps(self, epoch: int) -> Iterator[tuple[int, int]]:
+    def steps_of_epoch(self, epoch: int) -> Iterator[tuple[int, int]]:
         """Yield, for each step of an epoch, the samples done of it before, and its batch."""
-        done = self.start.done if epoch == self.start.epoch else 0
-        for batch, steps in self.ramp.of_epoch(epoch, done=done, size=self.size):
-            yield from ((begin, batch) for begin in range(done, done + steps * batch, batch))
-            done += steps * batch
+        samples_done = self.start.done if epoch == self.start.epoch else 0
+        for batch, steps in self.ramp.steps_of_epoch(epoch, samples_done=samples_done, size=self.size):
+            yield from ((begin, batch) for begin in range(samples_done, samples_done + steps * batch, batch))
+            samples_done += steps * batch
 
 
-def steps_left(size: int, done: int, batch: int) -> int:
+def count_remaining_steps(size: int, samples_done: int, batch: int) -> int:
     """Return the optimizer steps left in an epoch of `size` samples when `done` are trained."""
-    return max(0, size - done) // batch
+    return max(0, size - samples_done) // batch
 
 
 class StreamBatches(IterableDataset[Any]):
-    """One rank's micro-batches of a stream, already collated: which samples they have is what `Batches` says."""
+    """One rank's micro-batches of a stream, already collated: which samples they have is what `MicroBatchSampler` says."""
 
-    def __init__(self, stream: StreamedDataset, batches: Batches, collate: Collate | None) -> None:
+    def __init__(self, stream: StreamedDataset, batches: MicroBatchSampler, collate: Collate | None) -> None:
         self.stream, self.batches, self.collate = stream, batches, collate
 
     def __iter__(self) -> Iterator[Any]:
-        own = self.batches
-        for epoch in range(own.start.epoch, own.epochs):
-            mine: Iterator[Any] | None = None
-            for begin, batch in own.steps(epoch):
-                mine = mine or self.stream.share(epoch, start=begin, rank=own.rank, world=own.world)
-                for _ in range(own.parts[batch]):
-                    yield collated(self.collate, list(itertools.islice(mine, batch // own.world // own.parts[batch])))
+        batches = self.batches
+        for epoch in range(batches.start.epoch, batches.epochs):
+            stream: Iterator[Any] | None = None
+            for begin, batch in batches.steps_of_epoch(epoch):
+                stream = stream or self.stream.rank_share(epoch, start=begin, rank=batches.rank, world=batches.world)
+                for _ in range(batches.parts[batch]):
+                    yield collate_items(
+                        self.collate, list(itertools.islice(stream, batch // batches.world // batches.parts[batch]))
+                    )
 
 
 class EvaluationBatches(IterableDataset[Any]):
@@ -132,9 +134,9 @@ class EvaluationBatches(IterableDataset[Any]):
         return -(-self.count // self.batch)
 
     def __iter__(self) -> Iterator[Any]:
-        mine = self.stream.share(None, start=0, rank=self.rank, world=self.world)
+        samples = self.stream.rank_share(None, start=0, rank=self.rank, world=self.world)
         for begin in range(0, self.count, self.batch):
-            yield collated(self.collate, list(itertools.islice(mine, min(self.batch, self.count - begin))))
+            yield collate_items(self.collate, list(itertools.islice(samples, min(self.batch, self.count - begin))))
 
 
 STREAM_WORKERS = 1
@@ -142,7 +144,7 @@ STREAM_WORKERS = 1
 
 
 @dataclass(frozen=True)
-class OwnOrder:
+class UserOrder:
     """The order of an epoch by a sampler of the user's own: indices, the same on every rank."""
 
     target: Callable[..., Any]
@@ -156,40 +158,42 @@ class OwnOrder:
         Raises:
             SpecError: it gives no indices of this dataset.
         """
-        told = {"epoch": epoch, "seed": self.seed}
-        given = {key: value for key, value in told.items() if accepts(self.target, key)}
+        known_arguments = {"epoch": epoch, "seed": self.seed}
+        arguments = {key: value for key, value in known_arguments.items() if accepts_argument(self.target, key)}
         with seeded(self.seed, _SAMPLER, epoch):
             path = f"dataset.sampler.{self.name}"
-            made = construct(self.target, self.args, path=path, name=self.name, given=given, first=(samples,))
-            if hasattr(made, "set_epoch"):
-                made.set_epoch(epoch)
-            found = list(made)
-        size = length(samples)
-        wrong = [index for index in found if not isinstance(index, int | np.integer) or not 0 <= index < size]
-        if wrong or not found:
-            what = f"{wrong[0]!r}" if wrong else "nothing"
-            raise SpecError(
-                f"dataset.sampler {self.name} gives {what}, not numbers of the {size} samples, 0 to {size - 1}"
+            sampler = call_with_arguments(
+                self.target, self.args, path=path, name=self.name, given=arguments, first=(samples,)
             )
-        return torch.tensor(found, dtype=torch.int64)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            indices = list(sampler)
+        size = sample_count(samples)
+        wrong = [index for index in indices if not isinstance(index, int | np.integer) or not 0 <= index < size]
+        if wrong or not indices:
+            wrong_value = f"{wrong[0]!r}" if wrong else "nothing"
+            raise SpecError(
+                f"dataset.sampler {self.name} gives {wrong_value}, not numbers of the {size} samples, 0 to {size - 1}"
+            )
+        return torch.tensor(indices, dtype=torch.int64)
 
 
-def build_sampler(spec: JobSpec) -> OwnOrder | None:
+def build_sampler(spec: JobSpec) -> UserOrder | None:
     """Return the order of the job's own sampler; None where it has none.
 
     Raises:
         SpecError: it cannot be imported.
     """
-    given = spec.dataset.sampler
-    if given is None:
+    sampler = spec.dataset.sampler
+    if sampler is None:
         return None
-    name, args = (given, {}) if isinstance(given, str) else next(iter(given.items()))
-    return OwnOrder(load(name, {}, kind="sampler"), args, name, spec.train.seed)
+    name, args = (sampler, {}) if isinstance(sampler, str) else next(iter(sampler.items()))
+    return UserOrder(load(name, {}, kind="sampler"), args, name, spec.train.seed)
 
 
-def train_loader(
+def build_train_loader(
     dataset: Dataset[Any] | StreamedDataset,
-    batches: Batches,
+    batches: MicroBatchSampler,
     *,
     workers: int,
     pin: bool,
@@ -201,22 +205,22 @@ def train_loader(
             StreamBatches(dataset, batches, collate),
             batch_size=None,
             num_workers=workers,
-            prefetch_factor=AHEAD if workers else None,
+            prefetch_factor=PREFETCH_FACTOR if workers else None,
             pin_memory=pin,
-            worker_init_fn=_starting() if workers else None,
+            worker_init_fn=_worker_start() if workers else None,
         )
     return DataLoader(
         dataset,
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=workers,
-        prefetch_factor=AHEAD if workers else None,
+        prefetch_factor=PREFETCH_FACTOR if workers else None,
         pin_memory=pin,
-        worker_init_fn=_starting() if workers else None,
+        worker_init_fn=_worker_start() if workers else None,
     )
 
 
-def eval_loader(
+def build_eval_loader(
     dataset: Dataset[Any] | StreamedDataset,
     *,
     size: int,
@@ -235,10 +239,10 @@ def eval_loader(
             batch_size=None,
             generator=torch.Generator(),
             num_workers=workers,
-            prefetch_factor=AHEAD if workers else None,
+            prefetch_factor=PREFETCH_FACTOR if workers else None,
             pin_memory=pin,
             persistent_workers=workers > 0,
-            worker_init_fn=_starting() if workers else None,
+            worker_init_fn=_worker_start() if workers else None,
         )
     return DataLoader(
         dataset,
@@ -247,14 +251,14 @@ def eval_loader(
         collate_fn=collate,
         generator=torch.Generator(),  # its own: the process's generator stays as it is
         num_workers=workers,
-        prefetch_factor=AHEAD if workers else None,
+        prefetch_factor=PREFETCH_FACTOR if workers else None,
         pin_memory=pin,
         persistent_workers=workers > 0,
-        worker_init_fn=_starting() if workers else None,
+        worker_init_fn=_worker_start() if workers else None,
     )
 
 
-def fixed_loader(
+def build_fixed_loader(
     dataset: Dataset[Any], keys: list[Key], *, batch: int, workers: int, collate: Collate | None = None
 ) -> "DataLoader[Any]":
     """Return a loader of just these training samples, in this order; the process's random numbers stay as they are."""
@@ -264,18 +268,18 @@ def fixed_loader(
         collate_fn=collate,
         generator=torch.Generator(),
         num_workers=workers,
-        prefetch_factor=AHEAD if workers else None,
-        worker_init_fn=_starting() if workers else None,
+        prefetch_factor=PREFETCH_FACTOR if workers else None,
+        worker_init_fn=_worker_start() if workers else None,
     )
 
 
-def _starting() -> Callable[[int], None]:
+def _worker_start() -> Callable[[int], None]:
     # Under a fork server that one is the parent, and ends with this process.
     forked = multiprocessing.get_start_method() != "forkserver"
-    return partial(_start_loader, os.getpid() if forked else None)
+    return partial(_init_loader_process, os.getpid() if forked else None)
 
 
-def _start_loader(parent: int | None, _: int) -> None:
+def _init_loader_process(parent: int | None, _: int) -> None:
     # A worker sees between two batches only that its rank is gone, and the driver frees the rank's memory when the last
     # copy of its device files is closed: the next attempt would meet both.
     die_with_parent(parent)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.worker.build.samples import Samples, as_item
+from tula_cli.worker.build.samples import Samples, as_sample
 from tula_cli.worker.seeding import seeded
 
 _EVALUATION = 0x4556  # the epoch whose random numbers an evaluation draws: no training comes to it
@@ -33,13 +33,13 @@ class StreamedDataset:
     def order(self, epoch: int) -> None:
         """Return None: the order is the stream's."""
 
-    def first(self, count: int) -> list[Any]:
+    def first_samples(self, count: int) -> list[Any]:
         """Return the first samples."""
-        return list(itertools.islice(self.share(0, start=0, rank=0, world=1), min(count, self.size)))
+        return list(itertools.islice(self.rank_share(0, start=0, rank=0, world=1), min(count, self.size)))
 
-    spread = first
+    spread_samples = first_samples
 
-    def share(self, epoch: int | None, *, start: int, rank: int, world: int) -> Iterator[Any]:
+    def rank_share(self, epoch: int | None, *, start: int, rank: int, world: int) -> Iterator[Any]:
         """Yield a rank's samples of an epoch, of those from number `start` on every world-th.
 
         What lies before is read and passed over. None is an evaluation's epoch.
@@ -47,16 +47,16 @@ class StreamedDataset:
         Raises:
             SpecError: the stream ends before its length.
         """
-        told = range(self.size // world if self.sharded else self.size)
-        stream = self._numbered(_EVALUATION if epoch is None else epoch, len(told))
+        positions = range(self.size // world if self.sharded else self.size)
+        stream = self._numbered_samples(_EVALUATION if epoch is None else epoch, len(positions))
         if self.sharded:
-            yield from (as_item(item) for number, item in stream if number >= start // world)
+            yield from (as_sample(item) for number, item in stream if number >= start // world)
         else:
             yield from (
-                as_item(item) for number, item in stream if number >= start and (number - start) % world == rank
+                as_sample(item) for number, item in stream if number >= start and (number - start) % world == rank
             )
 
-    def _numbered(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
+    def _numbered_samples(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(epoch)
         with seeded(self.seed, epoch):

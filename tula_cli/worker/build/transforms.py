@@ -10,8 +10,8 @@ from torchvision.transforms import v2
 
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load, nearest
-from tula_cli.worker.build.construct import construct
-from tula_cli.worker.build.samples import Transform, as_plain
+from tula_cli.worker.build.construct import call_with_arguments
+from tula_cli.worker.build.samples import Transform, as_plain_tensor
 
 
 def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: str = "transforms") -> Transform:
@@ -24,7 +24,7 @@ def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: 
     Raises:
         SpecError: unknown name or wrong arguments.
     """
-    steps = [_transform(item, path=f"{path}[{place}]") for place, item in enumerate(items)]
+    steps = [_build_transform(item, path=f"{path}[{index}]") for index, item in enumerate(items)]
     if not steps:
         return to_tensor
     return steps[0] if len(steps) == 1 else v2.Compose(steps)
@@ -33,35 +33,35 @@ def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: 
 def to_tensor(image: Any) -> torch.Tensor:
     """Return an image as float32 (channels, height, width) in [0, 1]: ToImage and ToDtype(float32, scale) in one."""
     if not isinstance(image, PIL.Image.Image) or image.mode not in ("L", "RGB"):
-        pixels = as_plain(v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True))
+        pixels = as_plain_tensor(v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True))
         return pixels.contiguous()  # type: ignore[no-any-return]
     # For a small image the checks and wrappers of these two take three times as long as the conversion.
     pixels = torch.from_numpy(np.array(image))
     return (pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()).float().div_(255)
 
 
-def _transform(item: str | dict[str, dict[str, Any]], *, path: str) -> Transform:
+def _build_transform(item: str | dict[str, dict[str, Any]], *, path: str) -> Transform:
     if isinstance(item, dict) and len(item) != 1:
         raise SpecError(f"{path}: one transform an entry, got {', '.join(item) or 'none'}")
     name, args = (item, None) if isinstance(item, str) else next(iter(item.items()))
     target = load(name, TRANSFORMS, kind="transform")
     if is_import_string(name) and args is None and not isinstance(target, type):
         return target  # type: ignore[no-any-return]  # a plain function from image to image
-    arguments = {key: _argument(key, value, path=f"{path}.{name}") for key, value in (args or {}).items()}
-    return construct(target, arguments, path=f"{path}.{name}", name=name)  # type: ignore[no-any-return]
+    arguments = {key: _build_argument(key, value, path=f"{path}.{name}") for key, value in (args or {}).items()}
+    return call_with_arguments(target, arguments, path=f"{path}.{name}", name=name)  # type: ignore[no-any-return]
 
 
-def _argument(key: str, value: Any, *, path: str) -> Any:
+def _build_argument(key: str, value: Any, *, path: str) -> Any:
     """Return a transform's argument: YAML can only name a dtype, an interpolation, a policy or inner transforms."""
     if key == "transforms" and isinstance(value, list):
-        return [_transform(item, path=f"{path}.transforms[{place}]") for place, item in enumerate(value)]
+        return [_build_transform(item, path=f"{path}.transforms[{index}]") for index, item in enumerate(value)]
     if key not in ENUMERATIONS or not isinstance(value, str):
         return value
-    known = ENUMERATIONS[key]
-    if value not in known:
-        hint = nearest(value, known) or f"known: {', '.join(known)}"
+    values = ENUMERATIONS[key]
+    if value not in values:
+        hint = nearest(value, values) or f"known: {', '.join(values)}"
         raise SpecError(f"{path}.{key}: {value!r} is no {key}", hint)
-    return known[value]
+    return values[value]
 
 
 TRANSFORMS: dict[str, Any] = {

@@ -17,10 +17,10 @@ from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec, beta2_at, beta2_half_life
 from tula_cli.worker.build import small_images
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
-from tula_cli.worker.build.construct import accepts, construct, refused
-from tula_cli.worker.build.finetune.frozen import freeze
-from tula_cli.worker.build.finetune.groups import Parameters, flat
-from tula_cli.worker.build.text.from_config import FromConfig, is_of_transformers
+from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, refused_arguments
+from tula_cli.worker.build.finetune.frozen import freeze_parameters
+from tula_cli.worker.build.finetune.groups import Parameters, flatten_groups
+from tula_cli.worker.build.text.from_config import FromConfig, is_transformers_name
 
 
 class SmallCNN(nn.Module):
@@ -55,7 +55,7 @@ def _conv_block(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, **small_images.MODELS}
+TULA_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, **small_images.MODELS}
 
 
 def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
@@ -71,29 +71,29 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
     """
     name, args = spec.model.name, dict(spec.model.args)
     target = model_builder(name)
-    takes_classes = not is_import_string(name) or accepts(target, "num_classes")
+    takes_classes = not is_import_string(name) or accepts_argument(target, "num_classes")
     if classes is not None and takes_classes and args.get("weights") is None:
         args.setdefault("num_classes", classes)
     try:
-        model = construct(target, args, path="model.args", name=name)
+        model = call_with_arguments(target, args, path="model.args", name=name)
     except (KeyError, RuntimeError) as error:  # unknown weights, impossible sizes
         if is_import_string(name):
             raise
-        raise refused(error, args, path="model.args", name=name) from error
+        raise refused_arguments(error, args, path="model.args", name=name) from error
     if not isinstance(model, nn.Module):
         raise SpecError(f"model {name} is a {type(model).__name__}, not a torch.nn.Module")
-    freeze(model, spec.model.frozen)
+    freeze_parameters(model, spec.model.frozen)
     return model
 
 
 def model_builder(name: str) -> Callable[..., Any]:
-    if is_of_transformers(name):
+    if is_transformers_name(name):
         return FromConfig(name)
-    if is_import_string(name) or name in OWN_MODELS:
-        return load(name, OWN_MODELS, kind="model")  # type: ignore[no-any-return]
-    known = torchvision.models.list_models()
-    if name.lower() not in known:
-        hint = nearest(name, [*OWN_MODELS, *known])
+    if is_import_string(name) or name in TULA_MODELS:
+        return load(name, TULA_MODELS, kind="model")  # type: ignore[no-any-return]
+    names = torchvision.models.list_models()
+    if name.lower() not in names:
+        hint = nearest(name, [*TULA_MODELS, *names])
         raise SpecError(f"unknown model {name!r}", hint or "a model of your own is written package.module:callable")
     return torchvision.models.get_model_builder(name.lower())  # type: ignore[no-any-return]
 
@@ -109,7 +109,7 @@ def build_loss(spec: JobSpec) -> LossFunction:
     if is_import_string(name) and not isinstance(target, type):
         return functools.partial(target, **args) if args else target
     tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in args.items()}
-    return construct(target, tensors, path="loss.args", name=name)  # type: ignore[no-any-return]
+    return call_with_arguments(target, tensors, path="loss.args", name=name)  # type: ignore[no-any-return]
 
 
 def model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> ModelCall:
@@ -149,30 +149,32 @@ def build_optimizer(
         SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or argument
             that it does not take.
     """
-    name, tensors = spec.optimizer.name, flat(parameters)
+    name, tensors = spec.optimizer.name, flatten_groups(parameters)
     if name == "LBFGS":
         raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
     if name == "Muon" and (why := missing_muon()):
         raise SpecError(f"optimizer.name: {why}", "install a newer torch, or set optimizer.name: AdamW")
     if instead is not None:
-        _check_replaced(spec)
+        _check_replaceable(spec)
     target = instead or load(name, OPTIMIZERS, kind="optimizer")
     if not tensors:
         raise SpecError(f"model {spec.model.name} has no parameters to train")
-    if any(group.weight_decay is not None for group in spec.optimizer.groups) and not accepts(target, "weight_decay"):
+    if any(group.weight_decay is not None for group in spec.optimizer.groups) and not accepts_argument(
+        target, "weight_decay"
+    ):
         raise SpecError(f"optimizer.groups: {name} takes no weight_decay", "leave it out of the groups")
-    given: dict[str, Any] = {"lr": spec.optimizer.lr, **_regularisation(spec, target)}
+    arguments: dict[str, Any] = {"lr": spec.optimizer.lr, **_momentum_and_weight_decay(spec, target)}
     if target is torch.optim.SGD and not {"fused", "foreach", "differentiable"} & set(spec.optimizer.args):
-        given["fused" if _has_fused_kernel(tensors) else "foreach"] = True
-    optimizer = construct(
-        target, spec.optimizer.args, path="optimizer.args", name=name, given=given, first=(list(parameters),)
+        arguments["fused" if _has_fused_kernel(tensors) else "foreach"] = True
+    optimizer = call_with_arguments(
+        target, spec.optimizer.args, path="optimizer.args", name=name, given=arguments, first=(list(parameters),)
     )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(f"optimizer {name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     return optimizer
 
 
-def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, ...]:
+def lr_ratios_of(optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, ...]:
     """Return each parameter group's learning rate by that of the spec, as the optimizer was built.
 
     A loaded state brings rates from the middle of a training: ask before. A group that names no rate takes the spec's.
@@ -190,7 +192,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float])
             group["lr"] = lr * ratio
 
 
-def beta2s(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple[float, ...]:
+def beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple[float, ...]:
     """Return each parameter group's beta2 at a batch; empty where the job asks for no half-life of it.
 
     A loaded state brings the beta2 of the batch that it was saved at: ask before.
@@ -216,21 +218,21 @@ def beta2s(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple
     return tuple(beta2_at(spec, float(second), batch) for _, second in own)
 
 
-def beta2_told(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
-    """Return in words what the half-life comes to at the batches that may be searched; empty where none is asked for."""
+def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
+    """Describe beta2 at the batches that may be searched; empty if no half-life is set."""
     train, asked = spec.train, beta2_half_life(spec)
     if asked is None:
         return ""
-    at = {batch: beta2s(optimizer, spec, batch)[0] for batch in _batches(spec)}
+    at = {batch: beta2_by_group(optimizer, spec, batch)[0] for batch in _batches_of_interest(spec)}
     values = ", ".join(f"{value:.6g} at batch {batch}" for batch, value in at.items())
-    reference = beta2s(optimizer, spec, train.reference_batch)[0]
+    reference = beta2_by_group(optimizer, spec, train.reference_batch)[0]
     if asked == "auto" and not 0 < reference < 1:
         return f"second moment: beta2 is {reference:g} at any batch (optimizer.beta2_half_life)"
     half_life = train.reference_batch * math.log(0.5) / math.log(reference) if asked == "auto" else asked
     return f"second moment: half of it is forgotten in {half_life:.0f} samples: beta2 is {values} (optimizer.beta2_half_life)"
 
 
-def _batches(spec: JobSpec) -> list[int]:
+def _batches_of_interest(spec: JobSpec) -> list[int]:
     """Return the reference batch, and the least and the largest that may be searched as far as the job says."""
     ends = {spec.search.min_batch, spec.train.reference_batch, spec.search.max_batch}
     return sorted(batch for batch in ends if batch is not None)
@@ -242,7 +244,7 @@ def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None
         group["betas"] = (group["betas"][0], value)
 
 
-def _check_replaced(spec: JobSpec) -> None:
+def _check_replaceable(spec: JobSpec) -> None:
     method, name, replaced = spec.train.method, spec.optimizer.name, spec.train.facts.replaces
     if name not in replaced:
         raise SpecError(
@@ -259,18 +261,18 @@ def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _regularisation(spec: JobSpec, target: Callable[..., Any]) -> dict[str, float]:
+def _momentum_and_weight_decay(spec: JobSpec, target: Callable[..., Any]) -> dict[str, float]:
     """Return momentum and weight decay as far as they are set; the spec's weight decay replaces the class's own."""
-    found = {}
+    values = {}
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(target).parameters.values())
     for key, value in (("momentum", spec.optimizer.momentum), ("weight_decay", spec.optimizer.weight_decay)):
-        if accepts(target, key) or (takes_any and value):
+        if accepts_argument(target, key) or (takes_any and value):
             if value is not None and key not in spec.optimizer.args:
-                found[key] = value
+                values[key] = value
         elif value:
-            hint = "its moment decay rates are optimizer.args.betas" if accepts(target, "betas") else ""
+            hint = "its moment decay rates are optimizer.args.betas" if accepts_argument(target, "betas") else ""
             raise SpecError(f"optimizer.{key}: {spec.optimizer.name} takes no {key}", hint or "leave it out")
-    return found
+    return values
 
 
 OPTIMIZERS: dict[str, Any] = {

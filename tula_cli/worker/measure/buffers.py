@@ -26,7 +26,7 @@ NCCL_CHANNELS = {"one GPU a node": 2, "several": 24}
 NCCL_PEERS = 3  # a ring's and a tree's connections, on average
 
 
-def buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+def ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
     """Return each parameter's gradient as a view of its DDP bucket.
 
     tula wraps with `gradient_as_bucket_view`: the buckets are the only copy of the gradients. (Without it there would be
@@ -35,13 +35,13 @@ def buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tens
     views: dict[nn.Parameter, torch.Tensor] = {}
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         alike = [p for p in reversed(parameters) if p.dtype == dtype]
-        for members in _closed(alike):
+        for members in _group_into_buckets(alike):
             flat = torch.empty(sum(p.numel() for p in members), dtype=dtype)
-            views.update(zip(members, pieces(flat, members), strict=True))
+            views.update(zip(members, split_flat(flat, members), strict=True))
     return views
 
 
-def pieces(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def split_flat(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield a flat tensor's pieces in the shapes of its members (`split` and `view` are slow on fake tensors)."""
     offset = 0
     for member in members:
@@ -49,7 +49,7 @@ def pieces(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[torc
         offset += member.numel()
 
 
-def _closed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _group_into_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters bucket by bucket."""
     bucket: list[nn.Parameter] = []
     limit = FIRST_BUCKET
@@ -62,7 +62,7 @@ def _closed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield bucket
 
 
-def libraries(spec: JobSpec) -> int:
+def estimate_library_bytes(spec: JobSpec) -> int:
     """Return what libraries hold of a GPU beside the tensors, by rule of thumb: probes measure it. Bytes.
 
     The CUDA context, the workspaces of cuBLAS and cuDNN, and NCCL's buffers: a connection's, times channels and peers.

@@ -13,20 +13,20 @@ from torch.utils._pytree import tree_leaves
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.plugins import is_import_string
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.batches.collate import Collate, collated
+from tula_cli.worker.build.batches.collate import Collate, collate_items
 from tula_cli.worker.build.batches.tokens import sequence_length
-from tula_cli.worker.build.batches.tree import cut, described, tensors
-from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset, length
+from tula_cli.worker.build.batches.tree import describe_tree, slice_batch, tensors_of
+from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset, sample_count
 from tula_cli.worker.build.text import source_text
 from tula_cli.worker.build.transforms import check_sample
 
-COMPARED = 5
+MAX_COMPARED = 5
 """Samples that have to make a batch: as many as nothing else is in a sample, such as colours."""
-SPREAD, LOOKED_AT = 16, 256
+SAMPLES_COMPARED, SAMPLES_INSPECTED = 16, 256
 """Samples by which varying lengths are found, and then the longest: a share of each part of the training set."""
-PADDED = 32
+MIN_SAMPLES_PADDED = 32
 """Samples of the batch whose padding is told; larger ones have more."""
-PLAIN = (torch.Tensor, type(None), str, bytes, int, float)
+PLAIN_TYPES = (torch.Tensor, type(None), str, bytes, int, float)
 
 
 @dataclass(frozen=True)
@@ -45,57 +45,61 @@ class FirstSamples:
         return tuple(self.item[0].shape) if pair and isinstance(self.item[0], torch.Tensor) else ()
 
 
-def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
+def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     """Return training samples that batches can be made of.
 
     Raises:
         SpecError: they make none, or one that cannot be cut.
         JobFailed: the user's dataset or collate_fn fails.
     """
-    own = is_import_string(spec.dataset.name) or spec.dataset.name in source_text.DATASETS
+    is_user_dataset = is_import_string(spec.dataset.name) or spec.dataset.name in source_text.DATASETS
     try:
-        items = datasets.train.first(COMPARED)
-        held_out = datasets.eval.first(1)[0]
-        if own:
-            _check_last(spec, datasets)
+        items = datasets.train.first_samples(MAX_COMPARED)
+        held_out = datasets.eval.first_samples(1)[0]
+        if is_user_dataset:
+            _check_last_sample(spec, datasets)
     except TulaError:
         raise
     except Exception as error:  # the user's dataset and transforms may raise anything
-        if own:
+        if is_user_dataset:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             raise JobFailed(
-                f"dataset {spec.dataset.name} gives no sample: {_said(error)}",
+                f"dataset {spec.dataset.name} gives no sample: {_error_message(error)}",
                 f"raised in {frame.filename}, line {frame.lineno}, {frame.name}",
             ) from error
-        raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {_said(error)}") from error
-    _check_leaves(spec, items, held_out, own=own)
-    batch = _batch(spec, items, datasets.collate)
+        raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {_error_message(error)}") from error
+    _check_leaves(spec, items, held_out, own=is_user_dataset)
+    batch = _make_batch(spec, items, datasets.collate)
     for leaf in tree_leaves(batch):
-        if not isinstance(leaf, PLAIN):
+        if not isinstance(leaf, PLAIN_TYPES):
             raise SpecError(
                 f"a batch of {spec.dataset.name} holds {type(leaf).__name__}, in which tula finds no tensors",
                 "let it be a tensor, a tuple, a list or a dictionary, or register it with torch's pytree",
             )
-    cut(batch, samples=len(items), stop=1, own=datasets.collate is not None)
-    found = longest(datasets)
+    slice_batch(batch, samples=len(items), stop=1, own=datasets.collate is not None)
+    found = longest_sample(datasets)
     if found is None:
         return FirstSamples(items[0], batch, len(items))
     item, looked_at = found
     warning = (
         f"samples differ in shape: memory is estimated for the largest of {looked_at} that were looked at,"
-        f" {described(item)}, and each probe takes one step of such samples alone; a larger one may still come"
-        + _padding(datasets)
+        f" {describe_tree(item)}, and each probe takes one step of such samples alone; a larger one may still come"
+        + _describe_padding(datasets)
     )
     return FirstSamples(item, batch, len(items), (warning,))
 
 
 def class_numbers(datasets: Datasets) -> torch.Tensor:
     """Return the class numbers of samples from all parts of the training set; files may be sorted by class."""
-    items = [item for item in datasets.train.spread(SPREAD) if isinstance(item, tuple | list) and len(item) == 2]
+    items = [
+        item
+        for item in datasets.train.spread_samples(SAMPLES_COMPARED)
+        if isinstance(item, tuple | list) and len(item) == 2
+    ]
     return torch.tensor([item[1] for item in items if isinstance(item[1], int)] or [0])
 
 
-def _check_last(spec: JobSpec, datasets: Datasets) -> None:
+def _check_last_sample(spec: JobSpec, datasets: Datasets) -> None:
     """Refuse a dataset that does not give the last sample that its length promises.
 
     Raises:
@@ -103,43 +107,49 @@ def _check_last(spec: JobSpec, datasets: Datasets) -> None:
     """
     for samples, name in ((datasets.train, "training"), (datasets.eval, "evaluation")):
         if isinstance(samples, SeededDataset | EvaluationDataset):
-            last = length(samples.samples) - 1
+            last_index = sample_count(samples.samples) - 1
             try:
-                samples[(0, last) if isinstance(samples, SeededDataset) else last]  # type: ignore[index]
+                samples[(0, last_index) if isinstance(samples, SeededDataset) else last_index]  # type: ignore[index]
             except Exception as error:
                 raise JobFailed(
-                    f"dataset {spec.dataset.name} has {last + 1} {name} samples by its __len__, and gives no sample {last}:"
-                    f" {_said(error)}",
+                    f"dataset {spec.dataset.name} has {last_index + 1} {name} samples by its __len__, and gives no sample {last_index}:"
+                    f" {_error_message(error)}",
                     "let __len__ return how many samples __getitem__ gives, and correct those that it cannot give",
                 ) from error
 
 
-def _padding(datasets: Datasets) -> str:
+def _describe_padding(datasets: Datasets) -> str:
     """Return in words which share of the batches of text is padding; empty where samples are no text of known names."""
-    items = datasets.train.spread(PADDED)  # from all parts: neighbours may be of one class, or sorted by length
-    lengths = [sequence_length(collated(datasets.collate, [item])) for item in items]
-    known = [length for length in lengths if length]
-    if not known or len(known) < len(lengths):
+    items = datasets.train.spread_samples(
+        MIN_SAMPLES_PADDED
+    )  # from all parts: neighbours may be of one class, or sorted by length
+    lengths = [sequence_length(collate_items(datasets.collate, [item])) for item in items]
+    known_lengths = [length for length in lengths if length]
+    if not known_lengths or len(known_lengths) < len(lengths):
         return ""
-    some = sequence_length(collated(datasets.collate, items)) or max(known)
-    return f"; {round(100 * (1 - statistics.fmean(known) / some))} % of a batch of {len(items)} samples is padding"
+    some = sequence_length(collate_items(datasets.collate, items)) or max(known_lengths)
+    return (
+        f"; {round(100 * (1 - statistics.fmean(known_lengths) / some))} % of a batch of {len(items)} samples is padding"
+    )
 
 
-def longest(datasets: Datasets) -> tuple[Any, int] | None:
+def longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
     """Return the largest of some training samples as they are in a batch, and of how many; None where all are alike.
 
     Without a collate_fn they have to be alike.
     """
     if datasets.collate is None:
         return None
-    if len({_shapes(datasets.collate, item) for item in datasets.train.spread(SPREAD)}) <= 1:
+    if len({_shapes(datasets.collate, item) for item in datasets.train.spread_samples(SAMPLES_COMPARED)}) <= 1:
         return None
-    some = datasets.train.spread(LOOKED_AT)
-    return max(some, key=lambda item: sum(t.numel() for t in tensors(collated(datasets.collate, [item])))), len(some)
+    some = datasets.train.spread_samples(SAMPLES_INSPECTED)
+    return max(some, key=lambda item: sum(t.numel() for t in tensors_of(collate_items(datasets.collate, [item])))), len(
+        some
+    )
 
 
 def _shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(tensor.shape) for tensor in tensors(collated(collate, [item])))
+    return tuple(tuple(tensor.shape) for tensor in tensors_of(collate_items(collate, [item])))
 
 
 def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bool) -> None:
@@ -159,19 +169,21 @@ def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bo
         )
 
 
-def _batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) -> Any:
+def _make_batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) -> Any:
     try:
-        return collated(collate, items)
+        return collate_items(collate, items)
     except Exception as error:
         if collate is not None:
-            raise JobFailed(f"dataset.collate_fn fails on {described(list(items))}: {_said(error)}") from error
-        told = " and ".join(dict.fromkeys(map(described, items)))
+            raise JobFailed(
+                f"dataset.collate_fn fails on {describe_tree(list(items))}: {_error_message(error)}"
+            ) from error
+        descriptions = " and ".join(dict.fromkeys(map(describe_tree, items)))
         raise SpecError(
-            f"samples of {spec.dataset.name} make no batch: they are {told}",
+            f"samples of {spec.dataset.name} make no batch: they are {descriptions}",
             "give dataset.collate_fn, an import string of a function (list of samples) -> batch, which pads them;"
             " images: end transforms in one size",
         ) from error
 
 
-def _said(error: BaseException) -> str:
+def _error_message(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

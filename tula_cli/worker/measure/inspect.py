@@ -24,36 +24,36 @@ from torch.utils._pytree import tree_leaves
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host.capacity import machine_memory
 from tula_cli.host.processor import processor_name
-from tula_cli.models.halving import dearest
-from tula_cli.models.ramp.stage_nodes import named
+from tula_cli.models.halving import most_expensive_job
+from tula_cli.models.ramp.stage_nodes import nodes_named_by_stages
 from tula_cli.models.ramp.stages import stage_batches
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.components import Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.calling import ModelCall, scores
-from tula_cli.worker.build.batches.collate import build_collate, collated
-from tula_cli.worker.build.batches.tree import described, tensors
-from tula_cli.worker.build.datasets import build_datasets, build_test, dataset_source, prepare
+from tula_cli.worker.build.batches.calling import ModelCall, scores_from_outputs
+from tula_cli.worker.build.batches.collate import build_collate, collate_items
+from tula_cli.worker.build.batches.tree import describe_tree, tensors_of
+from tula_cli.worker.build.datasets import build_datasets, build_test_dataset, dataset_source, download_dataset
 from tula_cli.worker.build.finetune import frozen, groups, initial_weights
 from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import build_sampler
 from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, process_memory, tensor_bytes
+from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, read_process_memory, tensor_bytes
 from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
-from tula_cli.worker.measure.first_samples import class_numbers, look_at
+from tula_cli.worker.measure.first_samples import class_numbers, load_first_samples
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.parallel.sharded import check_torch
 from tula_cli.worker.train.judging.own_metrics import build_metrics
-from tula_cli.worker.train.judging.own_metrics import told as metrics_told
-from tula_cli.worker.train.learning_rate import try_schedule
-from tula_cli.worker.train.sizes.dividing import check_ghosts, micro_batches
+from tula_cli.worker.train.judging.own_metrics import warn_gathered_metrics as metrics_told
+from tula_cli.worker.train.learning_rate import check_user_schedule
+from tula_cli.worker.train.sizes.dividing import check_ghost_batches, micro_batches_per_rank
 
-BEGUN = "begun"
+START_MARKER = "begun"
 
 
 def inspect_job(spec: JobSpec) -> Inspection:
@@ -63,126 +63,134 @@ def inspect_job(spec: JobSpec) -> Inspection:
         SpecError: the spec names something that cannot be built or does not fit together.
         JobFailed: the user's own model or dataset fails.
     """
-    spec = dearest(spec)
-    _check_parts(spec)
-    device = _device(spec)
-    prepare(spec)
-    if spec.train.sharded and not _on_gpu(spec, device):
+    spec = most_expensive_job(spec)
+    _check_names(spec)
+    device = _local_device(spec)
+    download_dataset(spec)
+    if spec.train.sharded and not _estimates_gpu_memory(spec, device):
         check_torch(device)
     datasets = build_datasets(spec)
-    first = look_at(spec, datasets)
-    warnings, notes = list(first.warnings), []
+    first_samples = load_first_samples(spec, datasets)
+    warnings, notes = list(first_samples.warnings), []
     footprints, estimate_error = tuple[Footprint, ...](), ""
     try:
-        rehearsal = worker_measure_rehearsal.rehearse(
-            spec, first.item, classes=datasets.classes, gpu=_on_gpu(spec, device), collate=datasets.collate
+        rehearsal = worker_measure_rehearsal.build_fake_step(
+            spec,
+            first_samples.item,
+            classes=datasets.classes,
+            gpu=_estimates_gpu_memory(spec, device),
+            collate=datasets.collate,
         )
-        footprints = worker_measure_footprint.footprints(rehearsal, largest=max(1, len(datasets.train)))
+        footprints = worker_measure_footprint.estimate_footprints(rehearsal, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = rehearsal.model, rehearsal.call, rehearsal.optimizer, rehearsal.output(2)
         warnings += _lone_sample_problems(spec, rehearsal)
         if _has_users_code(spec):  # fake tensors have not the values of the samples, and fewer checks of their types
-            notes += _step_here(spec, datasets, device, model)
+            notes += _try_real_step(spec, datasets, device, model)
     except TulaError:
         raise
     # A model may read values of its tensors, which fake ones do not have: only a real step can tell then.
     except Exception as error:  # noqa: BLE001
         estimate_error = f"{type(error).__name__}: {_first_line(error)}"
         model, call, optimizer, output = _real_step(spec, datasets)
-    warnings += _check_output(spec, scores(output), call.target(first.batch), datasets.classes)
-    if is_import_string(spec.dataset.name) and _is_classes(call.target(first.batch)):
-        _check_output(spec, scores(output), class_numbers(datasets), datasets.classes)
+    warnings += _check_output(spec, scores_from_outputs(output), call.target_of(first_samples.batch), datasets.classes)
+    if is_import_string(spec.dataset.name) and _is_class_target(call.target_of(first_samples.batch)):
+        _check_output(spec, scores_from_outputs(output), class_numbers(datasets), datasets.classes)
     method_of(spec).check(spec, model, optimizer)
-    _check_ghosts(spec, model, largest=len(datasets.train))
-    warnings += [*_unused(spec, call, first.batch), *_does_nothing(spec, model)]
+    _check_ghost_batches(spec, model, largest=len(datasets.train))
+    warnings += [*_warn_unused_entries(spec, call, first_samples.batch), *_warn_ineffective_settings(spec, model)]
     return Inspection(
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
         classes=datasets.classes,
-        sample_shape=first.shape,
-        sample="" if first.shape else described(first.item),
-        sample_bytes=tensor_bytes(tensors(collated(datasets.collate, [first.item]))),
+        sample_shape=first_samples.shape,
+        sample="" if first_samples.shape else describe_tree(first_samples.item),
+        sample_bytes=tensor_bytes(tensors_of(collate_items(datasets.collate, [first_samples.item]))),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        notes=(*_beginning(spec, model, optimizer), *notes, *_evaluated(spec, datasets)),
+        notes=(*_describe_initial_state(spec, model, optimizer), *notes, *_inspect_evaluation(spec, datasets)),
         convolutional=has_convolutions(model),
         warnings=tuple(warnings),
-        **_machine(spec, device),
+        **_describe_machine(spec, device),
     )
 
 
-def _machine(spec: JobSpec, device: str) -> dict[str, Any]:
+def _describe_machine(spec: JobSpec, device: str) -> dict[str, Any]:
     """Return what is told of where this runs."""
     return {
         "hardware": gpu_name() if device == "cuda" else processor_name(),
-        "capacity": _capacity(spec, device),
+        "capacity": _memory_limit_per_rank(spec, device),
         "cpus": len(os.sched_getaffinity(0)),
         "gpus": gpu_count() if device == "cuda" else 0,
-        "process": process_memory("VmRSS"),
+        "process": read_process_memory("VmRSS"),
     }
 
 
-def _beginning(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return what the model starts from, what of it is frozen or trained otherwise than the rest, and how.
 
     Raises:
         SpecError: the file of weights does not fit.
     """
     section = spec.model
-    weights = initial_weights.told(section, initial_weights.fitted(section, model)) if section.weights else ""
-    found = (
-        weights,
-        frozen.told(model, section.frozen),
-        *groups.told(spec.optimizer, model),
-        zoo.beta2_told(spec, optimizer),
-        worker_measure_footprint.shares_told(model, spec.train) if spec.train.sharded else "",
+    weights = (
+        initial_weights.describe_weights(section, initial_weights.check_fit(section, model)) if section.weights else ""
     )
-    return tuple(note for note in found if note)
+    descriptions = (
+        weights,
+        frozen.describe_frozen(model, section.frozen),
+        *groups.describe_groups(spec.optimizer, model),
+        zoo.describe_beta2(spec, optimizer),
+        worker_measure_footprint.describe_gathering(model, spec.train) if spec.train.sharded else "",
+    )
+    return tuple(note for note in descriptions if note)
 
 
-def _evaluated(spec: JobSpec, datasets: Datasets) -> list[str]:
+def _inspect_evaluation(spec: JobSpec, datasets: Datasets) -> list[str]:
     """Build the test set, and return how large it is, and which metrics send batches.
 
     Raises:
         SpecError: it cannot be built, or is not of the classes that are trained.
     """
     several = max(spec.search.nodes) * spec.cluster.gpus_per_node > 1
-    found = metrics_told(spec.train) if several else []
+    metrics = metrics_told(spec.train) if several else []
     if spec.dataset.test is not None:
-        found.append(f"test set of tula evaluate: {len(build_test(spec, datasets))} samples")
-    return found
+        metrics.append(f"test set of tula evaluate: {len(build_test_dataset(spec, datasets))} samples")
+    return metrics
 
 
-def _unused(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:
+def _warn_unused_entries(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:
     """Return a warning where neither the model nor the loss is given all keys of a batch."""
     unused = (
-        [] if call.whole else [key for key, value in call.left_out(batch).items() if value is not call.target(batch)]
+        []
+        if call.whole
+        else [key for key, value in call.unused_entries(batch).items() if value is not call.target_of(batch)]
     )
-    told = f"neither {spec.model.name} nor the loss is given {', '.join(unused)} of the batch: forward takes no such"
-    return [told] if unused else []
+    warning = f"neither {spec.model.name} nor the loss is given {', '.join(unused)} of the batch: forward takes no such"
+    return [warning] if unused else []
 
 
-def _does_nothing(spec: JobSpec, model: torch.nn.Module) -> list[str]:
+def _warn_ineffective_settings(spec: JobSpec, model: torch.nn.Module) -> list[str]:
     """Return what was asked for, or stands in the model, and does nothing."""
-    found = []
+    warnings = []
     if spec.train.channels_last is True and not has_convolutions(model):
-        found.append("train.channels_last: true does nothing: the model has no 2-d convolution")
+        warnings.append("train.channels_last: true does nothing: the model has no 2-d convolution")
     if all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers")):
-        found.append(
+        warnings.append(
             "the model has a training_step and configure_optimizers, as a LightningModule has: here they are not called, but its"
             " forward, the loss and the optimizer of the job; to train as Lightning does, give your script (section script)"
         )
-    return found
+    return warnings
 
 
-def _check_parts(spec: JobSpec) -> None:
+def _check_names(spec: JobSpec) -> None:
     """Resolve every name before anything is built, so that all that is wrong with them is told at once.
 
     Raises:
         SpecError: with one problem a part; the error itself where there is only one.
     """
-    parts: dict[str, Callable[[], object]] = {
+    resolvers: dict[str, Callable[[], object]] = {
         "model.name": lambda: zoo.model_builder(spec.model.name),
         "dataset.name": lambda: dataset_source(spec.dataset.name),
         "dataset.collate_fn": lambda: build_collate(spec),
@@ -192,13 +200,13 @@ def _check_parts(spec: JobSpec) -> None:
         "loss": lambda: zoo.build_loss(spec),
         "train.method": lambda: method_of(spec),
         "train.metrics": lambda: build_metrics(spec.train),
-        "schedule": lambda: try_schedule(spec),
+        "schedule": lambda: check_user_schedule(spec),
         "optimizer": lambda: _check_optimizer(spec),
     }
     found: dict[str, SpecError] = {}
-    for path, part in parts.items():
+    for path, resolve in resolvers.items():
         try:
-            part()
+            resolve()
         except SpecError as error:
             found[path] = error
     if len(found) == 1:
@@ -210,25 +218,25 @@ def _check_parts(spec: JobSpec) -> None:
 
 def _check_optimizer(spec: JobSpec) -> None:
     optimizer = method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))])
-    zoo.beta2s(optimizer, spec, spec.train.reference_batch)
+    zoo.beta2_by_group(optimizer, spec, spec.train.reference_batch)
 
 
-def _device(spec: JobSpec) -> str:
+def _local_device(spec: JobSpec) -> str:
     """Return what the ranks of a local run use here."""
-    found = gpu_count() > 0
-    if spec.cluster.device == "cuda" and spec.cluster.kind == "local" and not found:
+    has_gpu = gpu_count() > 0
+    if spec.cluster.device == "cuda" and spec.cluster.kind == "local" and not has_gpu:
         raise SpecError(
             "cluster.device: cuda, but torch sees no GPU on this machine", "set cluster.device: cpu or auto"
         )
-    return "cuda" if found and spec.cluster.device != "cpu" else "cpu"
+    return "cuda" if has_gpu and spec.cluster.device != "cpu" else "cpu"
 
 
-def _on_gpu(spec: JobSpec, device: str) -> bool:
+def _estimates_gpu_memory(spec: JobSpec, device: str) -> bool:
     """Return whether memory is to be estimated for a GPU: where one is here, or may be where the jobs run."""
     return device == "cuda" or (spec.cluster.kind != "local" and spec.cluster.device != "cpu")
 
 
-def _capacity(spec: JobSpec, device: str) -> int | None:
+def _memory_limit_per_rank(spec: JobSpec, device: str) -> int | None:
     """Return the bytes one rank may use: what the spec says, else a share of this machine; None where jobs run elsewhere."""
     if spec.cluster.memory_per_gpu is not None:
         return spec.cluster.memory_per_gpu
@@ -239,7 +247,7 @@ def _capacity(spec: JobSpec, device: str) -> int | None:
     return machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
 
 
-MOST_PARAMETERS = 30_000_000
+MAX_PARAMETERS_TO_STEP = 30_000_000
 """Of a model a step of which is run on the CPU while a job is checked: it takes a second or two."""
 
 
@@ -248,10 +256,10 @@ _DATA_FAULT = re.compile(r"same dtype|Input type|target dtype|scalar type|[Ff]ou
 
 
 def _has_users_code(spec: JobSpec) -> bool:
-    return _users_own(spec) or is_import_string(spec.dataset.name)
+    return _has_user_code_in_step(spec) or is_import_string(spec.dataset.name)
 
 
-def _step_here(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module) -> list[str]:
+def _try_real_step(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module) -> list[str]:
     """Run a real step on the CPU if the model is small; return in words why it was not run, or shows nothing.
 
     Of a job that runs on GPUs only faults of the data count: its code may need a GPU for other reasons.
@@ -260,10 +268,10 @@ def _step_here(spec: JobSpec, datasets: Datasets, device: str, model: nn.Module)
         SpecError, JobFailed: as `_real_step`.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if spec.train.sharded or parameters > MOST_PARAMETERS:
+    if spec.train.sharded or parameters > MAX_PARAMETERS_TO_STEP:
         why = "the model is trained in shares" if spec.train.sharded else f"the model has {parameters} parameters"
         return [f"no step of real samples was run here ({why}): only their shapes were checked"]
-    if not _on_gpu(spec, device):
+    if not _estimates_gpu_memory(spec, device):
         _real_step(spec, datasets)
         return []
     if spec.train.precision != "fp32":
@@ -286,19 +294,19 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall,
         SpecError: a built-in model cannot take these samples.
         JobFailed: the user's model, loss or optimizer fails.
     """
-    items = datasets.train.first(2)
-    batch = collated(datasets.collate, items)
+    items = datasets.train.first_samples(2)
+    batch = collate_items(datasets.collate, items)
     model = zoo.build_model(spec, datasets.classes)
     call = zoo.model_call(spec, model, zoo.build_loss(spec))
     optimizer = method_of(spec).base(spec, parameter_groups(spec.optimizer, model))
-    stage = f"model {spec.model.name} cannot take {_inputs(batch)}"
+    stage = f"model {spec.model.name} cannot take {_describe_inputs(batch)}"
     try:
-        with worker_measure_rehearsal.autocast(spec):
-            output = call.outputs(model, batch)
-            stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_shape(output)}"
-            if call.target(batch) is not None:
-                stage += f", with the target {described(call.target(batch))}"
-            value = call.loss_of(output, batch)
+        with worker_measure_rehearsal.fake_autocast(spec):
+            output = call.compute_outputs(model, batch)
+            stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_describe_shape(output)}"
+            if call.target_of(batch) is not None:
+                stage += f", with the target {describe_tree(call.target_of(batch))}"
+            value = call.loss_from_outputs(output, batch)
         if not bool(torch.isfinite(value).all()):
             raise JobFailed(
                 f"the loss of the first two samples is {value.item():g}: no training can start from it",
@@ -311,25 +319,25 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall,
     except TulaError:
         raise
     except Exception as error:
-        kind = JobFailed if _users_own(spec) else SpecError
-        raise kind(f"{stage}: {_described(error)}", _hint(stage, error)) from error
+        kind = JobFailed if _has_user_code_in_step(spec) else SpecError
+        raise kind(f"{stage}: {_describe_error(error)}", _failure_hint(stage, error)) from error
     return model, call, optimizer, output
 
 
-def _inputs(batch: Any) -> str:
+def _describe_inputs(batch: Any) -> str:
     """Return in words what a model is given."""
     pair = type(batch) in (tuple, list) and len(batch) == 2
     if pair and isinstance(batch[0], torch.Tensor) and batch[0].is_floating_point():
         dtype = "" if batch[0].dtype == torch.float32 else f", {str(batch[0].dtype).removeprefix('torch.')}"
         return f"inputs of shape {tuple(batch[0].shape[1:])}{dtype}"
-    return f"the batch {described(batch)}"
+    return f"the batch {describe_tree(batch)}"
 
 
-def _users_own(spec: JobSpec) -> bool:
+def _has_user_code_in_step(spec: JobSpec) -> bool:
     return any(map(is_import_string, (spec.model.name, spec.loss.name, spec.optimizer.name)))
 
 
-def _hint(stage: str, error: Exception) -> str:
+def _failure_hint(stage: str, error: Exception) -> str:
     if "out of bounds" in str(error) and stage.startswith("loss"):
         return (
             "class numbers are 0 to the model's outputs - 1: number the classes from 0, or give the model more outputs"
@@ -360,18 +368,18 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     Raises:
         SpecError: there are fewer outputs than classes.
     """
-    if not isinstance(output, torch.Tensor) or output.ndim != 2 or not _is_classes(target):
+    if not isinstance(output, torch.Tensor) or output.ndim != 2 or not _is_class_target(target):
         return []
-    outputs, wanted = output.shape[1], max(classes or 0, int(target.max()) + 1)
+    outputs, needed_outputs = output.shape[1], max(classes or 0, int(target.max()) + 1)
     if (least := int(target.min())) < 0 and least != _IGNORED:
         raise SpecError(
-            f"dataset {spec.dataset.name} has the label {least}; labels are 0 to {wanted - 1}",
+            f"dataset {spec.dataset.name} has the label {least}; labels are 0 to {needed_outputs - 1}",
             "number the classes from 0 in the dataset",
         )
-    if outputs < wanted:
+    if outputs < needed_outputs:
         raise SpecError(
-            f"model {spec.model.name} has {outputs} outputs, dataset {spec.dataset.name} has {wanted} classes",
-            f"set model.args.num_classes: {wanted}",
+            f"model {spec.model.name} has {outputs} outputs, dataset {spec.dataset.name} has {needed_outputs} classes",
+            f"set model.args.num_classes: {needed_outputs}",
         )
     if classes is not None and outputs > classes:
         return [f"model {spec.model.name} has {outputs} outputs for {classes} classes"]
@@ -382,11 +390,11 @@ _IGNORED = -100
 """The label that torch's losses leave out."""
 
 
-def _is_classes(target: Any) -> bool:
+def _is_class_target(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and target.ndim == 1 and target.dtype == torch.int64
 
 
-def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.Rehearsal) -> list[str]:
+def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.FakeStep) -> list[str]:
     """Return a warning where the search reaches a micro-batch of one sample and the model cannot train on one."""
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:
@@ -401,7 +409,7 @@ def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.Reh
     return []
 
 
-def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
+def _check_ghost_batches(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
     """Refuse ghost batches without BatchNorm, and those that leave a rest of a batch that the search, or a stage, may reach."""
     ghost, search = spec.train.ghost_batch, spec.search
     if ghost is None:
@@ -410,20 +418,20 @@ def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
     most = min(largest, search.max_batch or largest)
     doubled = [search.min_batch << k for k in range(most.bit_length()) if search.min_batch << k <= most]
     for ranks in (nodes * spec.cluster.gpus_per_node for nodes in search.nodes):
-        parts = ranks * micro_batches(spec, ranks)
-        for batch in (*doubled, *stage_batches(spec, batch=most, parts=parts, dataset_size=largest)):
-            if batch % parts == 0:
-                check_ghosts(spec, batch, world=ranks)
-    for batch, nodes in named(spec).items():
-        check_ghosts(spec, batch, world=nodes * spec.cluster.gpus_per_node)
+        micro_batches_in_all = ranks * micro_batches_per_rank(spec, ranks)
+        for batch in (*doubled, *stage_batches(spec, batch=most, divisor=micro_batches_in_all, dataset_size=largest)):
+            if batch % micro_batches_in_all == 0:
+                check_ghost_batches(spec, batch, world=ranks)
+    for batch, nodes in nodes_named_by_stages(spec).items():
+        check_ghost_batches(spec, batch, world=nodes * spec.cluster.gpus_per_node)
 
 
-def _shape(output: Any) -> str:
+def _describe_shape(output: Any) -> str:
     shapes = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return f"{type(output).__name__} of shape {', '.join(map(str, shapes))}"
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
@@ -431,25 +439,25 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def answer(text: str) -> dict[str, Any]:
+def inspect_json(text: str) -> dict[str, Any]:
     """Return the answer to a JobSpec in JSON, as what goes to stdout."""
     try:
         return inspect_job(JobSpec.model_validate_json(text)).model_dump(mode="json")
     except SpecError as error:
-        return _error("SpecError", error.message, error.hint, error.problems)
+        return _error_answer("SpecError", error.message, error.hint, error.problems)
     except TulaError as error:
-        return _error("JobFailed", error.message, error.hint)
+        return _error_answer("JobFailed", error.message, error.hint)
     # The one place where the user's imports and constructors run: whatever they raise is their answer.
     except Exception as error:  # noqa: BLE001
-        return _error("JobFailed", f"the job's own code fails: {_described(error)}", _where(error))
+        return _error_answer("JobFailed", f"the job's own code fails: {_describe_error(error)}", _last_frame(error))
 
 
-def _error(kind: str, message: str, hint: str, problems: tuple[Problem, ...] = ()) -> dict[str, Any]:
-    told = {"class": kind, "message": message, "hint": hint, "problems": [vars(problem) for problem in problems]}
-    return {"error": {**told, "detail": traceback.format_exc()}}
+def _error_answer(kind: str, message: str, hint: str, problems: tuple[Problem, ...] = ()) -> dict[str, Any]:
+    error = {"class": kind, "message": message, "hint": hint, "problems": [vars(problem) for problem in problems]}
+    return {"error": {**error, "detail": traceback.format_exc()}}
 
 
-def _where(error: BaseException) -> str:
+def _last_frame(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f"raised in {frames[-1].filename}, line {frames[-1].lineno}, {frames[-1].name}" if frames else ""
 
@@ -461,10 +469,10 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    channel.write(f"{BEGUN}\n")  # whatever goes wrong from here on is the job's and not the interpreter's
+    channel.write(f"{START_MARKER}\n")  # whatever goes wrong from here on is the job's and not the interpreter's
     channel.flush()
     text = Path(sys.argv[1]).read_text(encoding="utf-8") if sys.argv[1:] else sys.stdin.read()
-    channel.write(f"{json.dumps(answer(text))}\n")
+    channel.write(f"{json.dumps(inspect_json(text))}\n")
     channel.close()
     sys.stdout.flush()
     sys.stderr.flush()

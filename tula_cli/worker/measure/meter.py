@@ -44,7 +44,7 @@ def split_memory(
     )
 
 
-def capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
+def memory_capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
     """Return the bytes one rank may use: the stated limit, else the GPU's memory; None on an unlimited CPU."""
     if memory_per_gpu is not None:
         return memory_per_gpu

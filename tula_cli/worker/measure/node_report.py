@@ -33,20 +33,20 @@ from tula_cli.worker.device import (
     Clock,
     driver_version,
     gpu_count,
-    gpu_id,
     gpu_memory,
     gpu_name,
+    gpu_uuid,
     nccl_version,
-    take_gpu,
+    set_current_gpu,
 )
-from tula_cli.worker.ranks import Ranks, joined
+from tula_cli.worker.ranks import Ranks, process_group
 
-ROUNDS = 20  # of a question about the time
-SIZES = tuple(2**power for power in range(16, 29, 2))  # bytes, 64 KiB to 256 MiB
+CLOCK_ROUNDS = 20  # of a question about the time
+TRANSFER_SIZES = tuple(2**power for power in range(16, 29, 2))  # bytes, 64 KiB to 256 MiB
 REPEATS = 5
-ENOUGH = 0.2  # seconds of one transfer; the next size would take four times as long
-LATENCIES = (5, 30)  # all-reduces of one number: untimed, timed
-PATIENCE = timedelta(seconds=60)  # for NCCL to come up; the whole check has three minutes
+LONG_TRANSFER_SECONDS = 0.2  # seconds of one transfer; the next size would take four times as long
+LATENCY_REPEATS = (5, 30)  # all-reduces of one number: untimed, timed
+NCCL_TIMEOUT = timedelta(seconds=60)  # for NCCL to come up; the whole check has three minutes
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RankReport:
         return cls(**{**content, "gpus": tuple(Gpu(**gpu) for gpu in content["gpus"])})
 
 
-def look(task: CheckTask, run: RunDir, *, attempt: int) -> None:
+def check_nodes(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     """Take part in a check; rank 0 writes its report.
 
     Args:
@@ -100,29 +100,29 @@ def look(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     Raises:
         JobFailed: cluster.interface is none of this node's.
     """
-    write_error = _sign_in(task, run)  # before the ranks meet: who signed is told from who never came
+    write_error = _write_own_file(task, run)  # before the ranks meet: who signed is told from who never came
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
-    with joined(over_gloo, handover=run.handover_path(task.id, attempt)) as ranks:
-        views = [RankReport.loads(text) for text in ranks.gather(_view(task, run, ranks, write_error).dumps())]
+    with process_group(over_gloo, handover=run.handover_path(task.id, attempt)) as ranks:
+        views = [RankReport.loads(text) for text in ranks.gather(_rank_report(task, run, ranks, write_error).dumps())]
         first_ranks = range(0, ranks.world, task.spec.cluster.gpus_per_node)
-        clocks = [_clock(ranks, rank) for rank in first_ranks]
+        clocks = [_clock_offset(ranks, rank) for rank in first_ranks]
         nodes = [
             _node_report(number, views[rank : rank + task.spec.cluster.gpus_per_node], clock)
             for number, (rank, clock) in enumerate(zip(first_ranks, clocks, strict=True))
         ]
-        device = _device(task.spec, ranks, views)
+        device = _transfer_device(task.spec, ranks, views)
         backend = "nccl" if device.type == "cuda" else "gloo"
         report = ClusterReport(id=task.id, job=task.job, backend=backend, ranks=ranks.world, nodes=tuple(nodes))
-        if ranks.first:
+        if ranks.is_first:
             run.checks.write_draft(
                 report
             )  # a broken NCCL may end this process, and what is known so far is wanted then
-        report = report.model_copy(update=_network(ranks, first_ranks, backend=backend, device=device))
-        if ranks.first:
+        report = report.model_copy(update=_measure_network(ranks, first_ranks, backend=backend, device=device))
+        if ranks.is_first:
             run.checks.write_report(report)
 
 
-def _sign_in(task: CheckTask, run: RunDir) -> str:
+def _write_own_file(task: CheckTask, run: RunDir) -> str:
     try:
         run.checks.sign_in(task.id, int(os.environ["RANK"]), platform.node())
     except TulaError as error:
@@ -133,8 +133,8 @@ def _sign_in(task: CheckTask, run: RunDir) -> str:
 # --- one node
 
 
-def _view(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
-    gpus = _gpus()
+def _rank_report(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
+    gpus = _visible_gpus()
     # What gloo was told to use, by the spec or by the site's own environment.
     address = network.own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
     return RankReport(
@@ -153,23 +153,23 @@ def _view(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankR
         address=address,
         token=run.checks.token(task.id),
         write_error=write_error,
-        dataset=dataset_there(task.spec),
+        dataset=is_dataset_readable(task.spec),
         free_disk=shutil.disk_usage(run.path).free,
     )
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    return tuple(Gpu(gpu_id(index), gpu_name(index), gpu_memory(index)) for index in range(gpu_count()))
+def _visible_gpus() -> tuple[Gpu, ...]:
+    return tuple(Gpu(gpu_uuid(index), gpu_name(index), gpu_memory(index)) for index in range(gpu_count()))
 
 
 def node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return the node's memory in bytes."""
-    found = re.search(r"^MemTotal: *(\d+) kB", meminfo.read_text(encoding="ascii"), re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
+    match = re.search(r"^MemTotal: *(\d+) kB", meminfo.read_text(encoding="ascii"), re.MULTILINE)
+    assert match
+    return int(match[1]) * 1024
 
 
-def dataset_there(spec: JobSpec) -> bool | None:
+def is_dataset_readable(spec: JobSpec) -> bool | None:
     """Return whether the dataset's folder can be read here; None where the dataset has none that is known."""
     if spec.script is not None or spec.dataset.name in ("digits", "FakeData") or ":" in spec.dataset.name:
         return None
@@ -178,24 +178,24 @@ def dataset_there(spec: JobSpec) -> bool | None:
 
 def _node_report(number: int, views: Sequence[RankReport], clock: tuple[float, float]) -> NodeReport:
     """Join what the ranks of one node see: each may see all GPUs or one."""
-    first = views[0]
+    first_view = views[0]
     gpus = {gpu.id: gpu for view in views for gpu in view.gpus}
-    own = [view.own for view in views]
+    gpu_ids = [view.own for view in views]
     return NodeReport(
         node=number,
-        host=first.host,
+        host=first_view.host,
         ranks=len(views),
         gpus=tuple(gpu.name for gpu in gpus.values()),
         gpu_memory=min((gpu.memory for gpu in gpus.values()), default=None),
         shared_gpus=tuple(
-            tuple(rank for rank, name in enumerate(own) if name == gpu)
-            for gpu in dict.fromkeys(filter(None, own))
-            if own.count(gpu) > 1
+            tuple(rank for rank, name in enumerate(gpu_ids) if name == gpu)
+            for gpu in dict.fromkeys(filter(None, gpu_ids))
+            if gpu_ids.count(gpu) > 1
         ),
         clock_offset=clock[0],
         clock_error=clock[1],
         write_error=next((view.write_error for view in views if view.write_error), ""),
-        **{name: getattr(first, name) for name in _SAME_IN_BOTH},
+        **{name: getattr(first_view, name) for name in _SAME_IN_BOTH},
     )
 
 
@@ -208,20 +208,20 @@ _SAME_IN_BOTH = (
 # --- between nodes
 
 
-def _clock(ranks: Ranks, rank: int) -> tuple[float, float]:
+def _clock_offset(ranks: Ranks, rank: int) -> tuple[float, float]:
     """Return, on rank 0, how far the clock of `rank` is ahead of its own, and how wrong that may be. Seconds.
 
     Of some round trips the shortest counts: the answer was given in the middle of it, give or take half of it.
     """
     best = (math.inf, 0.0)
-    for _ in range(ROUNDS if rank else 0):
-        if ranks.first:
+    for _ in range(CLOCK_ROUNDS if rank else 0):
+        if ranks.is_first:
             best = min(best, _round_trip(rank))
         elif ranks.rank == rank:
             dist.recv(torch.zeros(1, dtype=torch.float64), src=0)
             dist.send(torch.tensor([time.time()], dtype=torch.float64), dst=0)
     length, offset = best
-    return (offset, length / 2) if rank and ranks.first else (0.0, 0.0)
+    return (offset, length / 2) if rank and ranks.is_first else (0.0, 0.0)
 
 
 def _round_trip(rank: int) -> tuple[float, float]:
@@ -234,84 +234,84 @@ def _round_trip(rank: int) -> tuple[float, float]:
     return end - start, float(answer.item()) - (start + end) / 2
 
 
-def _device(spec: JobSpec, ranks: Ranks, views: Sequence[RankReport]) -> torch.device:
+def _transfer_device(spec: JobSpec, ranks: Ranks, views: Sequence[RankReport]) -> torch.device:
     """Return where the transfers start and end: on GPUs if every rank of every node has one of its own."""
-    if spec.cluster.device == "cpu" or not own_gpus(views):
+    if spec.cluster.device == "cpu" or not has_gpu_per_rank(views):
         return torch.device("cpu")
     device = torch.device("cuda", ranks.local_rank % gpu_count())
-    take_gpu(device)
+    set_current_gpu(device)
     return device
 
 
-def own_gpus(views: Sequence[RankReport]) -> bool:
+def has_gpu_per_rank(views: Sequence[RankReport]) -> bool:
     """Return whether every rank has a GPU that no other has: NCCL refuses two ranks on one."""
     return len({(view.host, view.own) for view in views if view.own}) == len(views)
 
 
-def _network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, device: torch.device) -> dict[str, Any]:
+def _measure_network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, device: torch.device) -> dict[str, Any]:
     """Return fields of the report: how fast the ranks exchange tensors, or why they cannot; every rank takes part."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     error = ""
-    with nccl.listening(wanted=backend == "nccl", to="complaints"):
+    with nccl.record_nccl_output(enabled=backend == "nccl", to="nccl_warnings"):
         try:
-            everyone = _group(range(ranks.world), backend=backend)
+            everyone = _make_group(range(ranks.world), backend=backend)
             assert everyone is not None
-            found["latency"] = _latency(everyone, device)
+            fields["latency"] = _measure_latency(everyone, device)
             if len(first_ranks) > 1:
-                found["transfers"] = tuple(_between(first_ranks[:2], backend=backend, device=device))
+                fields["transfers"] = tuple(_measure_pair(first_ranks[:2], backend=backend, device=device))
             if backend == "nccl" and len(first_ranks) < ranks.world:
-                found["inside"] = tuple(_between((0, 1), backend=backend, device=device))
+                fields["inside"] = tuple(_measure_pair((0, 1), backend=backend, device=device))
         except RuntimeError as failure:  # torch's errors of a backend are RuntimeErrors
-            error = "; ".join([str(failure).strip().splitlines()[0], *nccl.complaints()])
+            error = "; ".join([str(failure).strip().splitlines()[0], *nccl.nccl_warnings()])
     errors = [text for text in ranks.gather(error) if text]  # over gloo, as the ranks have met
-    return {"network_error": errors[0]} if errors else found
+    return {"network_error": errors[0]} if errors else fields
 
 
-def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
+def _measure_latency(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the median seconds of an all-reduce of one number."""
     number = torch.zeros(1, device=device)
-    warmup, timed = LATENCIES
-    _times(lambda: dist.all_reduce(number, group=group), warmup, device)
-    return statistics.median(_times(lambda: dist.all_reduce(number, group=group), timed, device))
+    warmup, timed = LATENCY_REPEATS
+    _time_calls(lambda: dist.all_reduce(number, group=group), warmup, device)
+    return statistics.median(_time_calls(lambda: dist.all_reduce(number, group=group), timed, device))
 
 
-def _between(pair: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
+def _measure_pair(pair: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
     """Return transfers between two ranks; the other ranks only help to make the group."""
-    group = _group(pair, backend=backend)
-    return [] if group is None else list(_transfers(group, device))
+    group = _make_group(pair, backend=backend)
+    return [] if group is None else list(_measure_transfers(group, device))
 
 
-def _group(members: Sequence[int], *, backend: str) -> dist.ProcessGroup | None:
+def _make_group(members: Sequence[int], *, backend: str) -> dist.ProcessGroup | None:
     """Make a group, with the help of every rank; None to a rank that is not in it."""
-    made = dist.new_group(list(members), backend=backend, timeout=PATIENCE)
-    return made if isinstance(made, dist.ProcessGroup) else None
+    group = dist.new_group(list(members), backend=backend, timeout=NCCL_TIMEOUT)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def _transfers(pair: dist.ProcessGroup, device: torch.device) -> Iterator[Transfer]:
+def _measure_transfers(pair: dist.ProcessGroup, device: torch.device) -> Iterator[Transfer]:
     """Yield transfers of growing sizes until one takes long."""
-    for size in SIZES:
-        transfer = _transfer(size, pair, device)
+    for size in TRANSFER_SIZES:
+        transfer = _measure_transfer(size, pair, device)
         yield transfer
-        if transfer.seconds > ENOUGH:
+        if transfer.seconds > LONG_TRANSFER_SECONDS:
             return
 
 
-def _transfer(size: int, pair: dist.ProcessGroup, device: torch.device) -> Transfer:
+def _measure_transfer(size: int, pair: dist.ProcessGroup, device: torch.device) -> Transfer:
     """Return the fastest of some all-reduces; between two ranks, each sends and receives the tensor once."""
     tensor = torch.zeros(size // 4, device=device)
-    seconds = min(_times(lambda: dist.all_reduce(tensor, group=pair), REPEATS, device))
+    seconds = min(_time_calls(lambda: dist.all_reduce(tensor, group=pair), REPEATS, device))
     # The slower of the two counts, also because both have to stop at the same size.
     slower = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slower, op=dist.ReduceOp.MAX, group=pair)
     return Transfer(size=size, seconds=float(slower.item()))
 
 
-def _times(act: Callable[[], object], count: int, device: torch.device) -> list[float]:
+def _time_calls(act: Callable[[], object], count: int, device: torch.device) -> list[float]:
     """Return the seconds that each of `count` calls took, to the end of what they start on the device."""
-    found, clock = [], Clock(device)
+    seconds, clock = [], Clock(device)
     for _ in range(count):
         start = time.perf_counter()
         act()
         clock.wait()
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds

@@ -11,37 +11,37 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from tula_cli.models.memory.allocator import Usage, plain, replay
+from tula_cli.models.memory.allocator import Usage, peak_without_allocator, replay_allocations
 from tula_cli.optim.parts.gradient_scaling import chunks
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.components import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.calling import ModelCall
-from tula_cli.worker.build.batches.collate import Collate, collated
-from tula_cli.worker.build.batches.tokens import fields_of
-from tula_cli.worker.build.batches.tree import grown
+from tula_cli.worker.build.batches.collate import Collate, collate_items
+from tula_cli.worker.build.batches.tokens import named_entries
+from tula_cli.worker.build.batches.tree import allocate_batch
 from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.text.from_config import one_sequence_a_sample
 from tula_cli.worker.device import tensor_bytes
-from tula_cli.worker.measure.buffers import buckets, libraries, pieces
+from tula_cli.worker.measure.buffers import ddp_buckets, estimate_library_bytes, split_flat
 from tula_cli.worker.measure.meter import split_memory
 from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
 from tula_cli.worker.methods.plain import Memory
-from tula_cli.worker.methods.scaling import excluded
+from tula_cli.worker.methods.scaling import excluded_parameters
 from tula_cli.worker.methods.table import method_of
 
-REHEARSED = 2**16 + 1
+REFERENCE_SAMPLES = 2**16 + 1
 """The rehearsed micro-batch: a prime that no size of a layer is likely to be a multiple of."""
 COPIES = 5
 """Of a sample in a batch: as many as nothing else is in it, to tell which tensors grow with the samples."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-ROOMS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
+ALLOCATOR_MARGINS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
 """Multiples of the memory in use that are tried as all there is."""
-ROOM_TRIED_AT = (32, 256)  # micro-batches
-HEAP_ROOM = 1.5
+MARGIN_MICRO_BATCHES = (32, 256)  # micro-batches
+HEAP_MARGIN = 1.5
 """The same for a process on the CPU, whose heap and workspaces take more than the tensors: with the margin of 10 % it covers all of
 14 networks, whose peaks were 1.1 to 1.65 times the memory in use."""
 
@@ -61,29 +61,30 @@ class Recording:
     def sizes_at(self, micro_batch: int, *, small_batch: int) -> list[float]:
         """Return the bytes of each number at another micro-batch."""
         sizes = [
-            _scaled(size, micro_batch) if number >= self.held else float(size) for number, size in enumerate(self.sizes)
+            _scale_size(size, micro_batch) if number >= self.held else float(size)
+            for number, size in enumerate(self.sizes)
         ]
         for number in self.small:
-            sizes[number] = _scaled(self.sizes[number], min(small_batch, micro_batch))
+            sizes[number] = _scale_size(self.sizes[number], min(small_batch, micro_batch))
         return sizes
 
 
-def _scaled(size: int, samples: int) -> float:
+def _scale_size(size: int, samples: int) -> float:
     """Return a size at a number of samples: one that the rehearsed number divides grows with it, by its every power."""
-    power, rest = 0, size
-    while rest and rest % REHEARSED == 0:
-        power, rest = power + 1, rest // REHEARSED
-    return float(rest * samples**power)
+    power, quotient = 0, size
+    while quotient and quotient % REFERENCE_SAMPLES == 0:
+        power, quotient = power + 1, quotient // REFERENCE_SAMPLES
+    return float(quotient * samples**power)
 
 
-def _renumbered(event: int, place: Mapping[int, int], shift: int) -> int:
+def _renumber(event: int, index_by_number: Mapping[int, int], shift: int) -> int:
     number = abs(event) - 1
-    renumbered = place.get(number, number + shift) + 1
+    renumbered = index_by_number.get(number, number + shift) + 1
     return renumbered if event > 0 else -renumbered
 
 
 @dataclass
-class Rehearsal:
+class FakeStep:
     """A model and its optimizer on fake tensors, with the state that training has after its first step."""
 
     spec: JobSpec
@@ -107,7 +108,7 @@ class Rehearsal:
     @property
     def scaled(self) -> list[nn.Parameter]:
         """The parameters that AGS scales where it does: all but those that ags.exclude names."""
-        left_out = set(excluded(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
+        left_out = set(excluded_parameters(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
         return [p for p in self.parameters if p not in left_out]
 
     @property
@@ -127,11 +128,11 @@ class Rehearsal:
 
     def batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
-        return grown(self.sample, samples=COPIES, to=size, own=self.spec.dataset.collate_fn is not None)
+        return allocate_batch(self.sample, samples=COPIES, to=size, own=self.spec.dataset.collate_fn is not None)
 
     def measure(self, micro_batch: int) -> Components:
         """Return the memory of one optimizer step at a micro-batch; the step itself is rehearsed once."""
-        usage = self._replayed(micro_batch)
+        usage = self._replay(micro_batch)
         return split_memory(
             self.model,
             self.optimizer,
@@ -139,57 +140,61 @@ class Rehearsal:
             factors=tensor_bytes(self.factors),
             peak=usage.allocated,
             reserved=usage.reserved,
-            libraries=libraries(self.spec) if self.gpu else 0,
+            libraries=estimate_library_bytes(self.spec) if self.gpu else 0,
             accumulate=self.spec.train.accumulate,
         )
 
-    def room(self) -> float:
+    def allocator_margin(self) -> float:
         """Return the least room that the allocator gets by with, as a multiple of the memory in use.
 
         It then gives back what it has cached in its first steps, and no more once it has settled.
         """
-        return max(map(self._room_at, ROOM_TRIED_AT)) if self.gpu else HEAP_ROOM
+        return max(map(self._allocator_margin_at, MARGIN_MICRO_BATCHES)) if self.gpu else HEAP_MARGIN
 
-    def _room_at(self, micro_batch: int) -> float:
+    def _allocator_margin_at(self, micro_batch: int) -> float:
         peak = self.measure(micro_batch).peak
-        for room in ROOMS:
-            usage = self._replayed(micro_batch, capacity=round(room * peak))
+        for room in ALLOCATOR_MARGINS:
+            usage = self._replay(micro_batch, capacity=round(room * peak))
             if usage.fits and not usage.flushes:
                 return room
-        return ROOMS[-1]
+        return ALLOCATOR_MARGINS[-1]
 
-    def _replayed(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
+    def _replay(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
         recording = self._recording = self._recording or self._record()
-        sizes = recording.sizes_at(micro_batch, small_batch=small_batch(self.spec))
+        sizes = recording.sizes_at(micro_batch, small_batch=max_small_batch(self.spec))
         if not self.gpu:
-            peak = plain(range(recording.held), recording.events, sizes)
+            peak = peak_without_allocator(range(recording.held), recording.events, sizes)
             return Usage(allocated=peak, reserved=peak)
         early, late = range(recording.early), range(recording.early, recording.held)
-        return replay(early, late, recording.events, sizes, capacity=capacity)
+        return replay_allocations(early, late, recording.events, sizes, capacity=capacity)
 
     def output(self, size: int) -> Any:
         """Return the model's fake output for `size` samples."""
         with self._active():
-            return self.call.outputs(self.model, self.batch(size))
+            return self.call.compute_outputs(self.model, self.batch(size))
 
     def _record(self) -> Recording:
         """Rehearse one optimizer step."""
         with self._active():
-            alive, first, begun = self.storages.alive(), len(self.storages.sizes), len(self.storages.events)
-            batch = self.batch(REHEARSED)
+            alive, first_number, first_event = (
+                self.storages.alive(),
+                len(self.storages.sizes),
+                len(self.storages.events),
+            )
+            batch = self.batch(REFERENCE_SAMPLES)
             self._backward(batch)
             small = len(self.storages.sizes)
             staged = self._refresh(batch) if self.memory.small_batch else []
             small_end = len(self.storages.sizes)
             self._update(staged)
-            events, sizes = self.storages.events[begun:], self.storages.sizes
-        place = {number: index for index, number in enumerate(alive)}
-        shift = len(alive) - first  # numbers that have died before leave no gap
+            events, sizes = self.storages.events[first_event:], self.storages.sizes
+        index_by_number = {number: index for index, number in enumerate(alive)}
+        shift = len(alive) - first_number  # numbers that have died before leave no gap
         return Recording(
             early=len([number for number in alive if number < self.early]),
             held=len(alive),
-            events=tuple(_renumbered(event, place, shift) for event in events),
-            sizes=tuple(sizes[number] for number in [*alive, *range(first, len(sizes))]),
+            events=tuple(_renumber(event, index_by_number, shift) for event in events),
+            sizes=tuple(sizes[number] for number in [*alive, *range(first_number, len(sizes))]),
             small=range(small + shift, small_end + shift),
         )
 
@@ -198,36 +203,36 @@ class Rehearsal:
         with ExitStack() as stack:
             stack.enter_context(self.fake)
             stack.enter_context(self.storages)
-            if "position_ids" not in (fields_of(self.sample) or ()):  # by which a batch tells what it has packed
+            if "position_ids" not in (named_entries(self.sample) or ()):  # by which a batch tells what it has packed
                 stack.enter_context(one_sequence_a_sample())
             if self.gpu:
                 stack.enter_context(AsOnGpu())
             yield
 
-    def reduced(self, parameter: nn.Parameter) -> None:
+    def move_to_bucket(self, parameter: nn.Parameter) -> None:
         """Put a finished gradient into its bucket, of which it is a view from then on (gradient_as_bucket_view)."""
         if self.synchronise:
             parameter.grad = self.buckets[parameter]
 
     def _backward(self, batch: Any) -> None:
         """Take the gradients; all micro-batches but the last leave them outside of the buckets."""
-        parts = min(2, self.spec.train.accumulate)
-        for part in range(parts):
-            self.synchronise = part == parts - 1
-            with autocast(self.spec):
-                loss = self.call.taken(self.model, batch)
+        micro_batches = min(2, self.spec.train.accumulate)
+        for micro_batch in range(micro_batches):
+            self.synchronise = micro_batch == micro_batches - 1
+            with fake_autocast(self.spec):
+                loss = self.call.compute_loss(self.model, batch)
             loss.backward()
 
     def _refresh(self, batch: Any) -> list[torch.Tensor]:
         """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
-        with autocast(self.spec):
-            loss = self.call.taken(self.model, batch)
+        with fake_autocast(self.spec):
+            loss = self.call.compute_loss(self.model, batch)
         used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
         if self.several:
             # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
             weighted = [g * 1.0 for g in used]
             flat = torch.empty(sum(g.numel() for g in used), dtype=used[0].dtype)
-            used = list(pieces(flat, used))
+            used = list(split_flat(flat, used))
             del weighted
         return used if self.elementwise else [g.sum() for g in used]
 
@@ -236,20 +241,20 @@ class Rehearsal:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.train.max_grad_norm, error_if_nonfinite=False)
         new: list[torch.Tensor] = []
         if self.factors:  # the new ones come to be beside the old, which scale this step
-            new = self._renewed(staged)
+            new = self._compute_factors(staged)
             if self.gpu:
                 for chunk in chunks(self.factors, range(len(self.factors))):
                     torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
-        before = self._copies()
+        copies = self._parameter_copies()
         self.optimizer.step()
-        if before and self.gpu and self.memory.after:
-            for chunk in chunks(before, range(len(before))):
-                torch.empty(2 * sum(before[i].numel() for i in chunk), dtype=before[0].dtype)  # both outcomes
-        before.clear()
+        if copies and self.gpu and self.memory.after:
+            for chunk in chunks(copies, range(len(copies))):
+                torch.empty(2 * sum(copies[i].numel() for i in chunk), dtype=copies[0].dtype)  # both outcomes
+        copies.clear()
         self.factors = new or self.factors
         self.optimizer.zero_grad()
 
-    def _renewed(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _compute_factors(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
         """Turn the small batch's gradients into factors, one by one: in their own place, or in that of a temporary."""
         new: list[torch.Tensor] = []
         while staged:
@@ -258,14 +263,14 @@ class Rehearsal:
             new.append(small if self.several else ratio)
         return new
 
-    def _copies(self) -> list[torch.Tensor]:
+    def _parameter_copies(self) -> list[torch.Tensor]:
         """Return what the parameters were, where what a step does to them is changed: scaled by AGS, or turned."""
         return [p.detach().clone() for p in self.memory.before]
 
 
-def rehearse(
+def build_fake_step(
     spec: JobSpec, sample: Any, *, classes: int | None, gpu: bool = False, collate: Collate | None = None
-) -> Rehearsal:
+) -> FakeStep:
     """Build the spec's model, loss and optimizer on fake tensors.
 
     Args:
@@ -279,7 +284,7 @@ def rehearse(
         SpecError: from building the model, the loss or the optimizer.
     """
     fake, storages = FakeTensorMode(allow_non_fake_inputs=True), LiveStorages()
-    model = _model(spec, classes, fake)
+    model = _build_model(spec, classes, fake)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     model.train()
@@ -288,14 +293,14 @@ def rehearse(
         call = zoo.model_call(spec, model, zoo.build_loss(spec))
         optimizer = method_of(spec).base(spec, parameter_groups(spec.optimizer, model))
     if gpu:
-        _as_by_default_on_gpu(optimizer)
-    batch = collated(collate, [sample] * COPIES)
-    rehearsal = Rehearsal(spec, batch, gpu, fake, storages, model, call, optimizer)
+        _use_foreach(optimizer)
+    batch = collate_items(collate, [sample] * COPIES)
+    rehearsal = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
     with fake, storages:
         storages.hold([*model.parameters(), *model.buffers()])
-        rehearsal.buckets = buckets(rehearsal.parameters)
+        rehearsal.buckets = ddp_buckets(rehearsal.parameters)
         for parameter in rehearsal.parameters:
-            parameter.register_post_accumulate_grad_hook(rehearsal.reduced)
+            parameter.register_post_accumulate_grad_hook(rehearsal.move_to_bucket)
             parameter.grad = rehearsal.buckets[parameter]
         rehearsal.early = len(storages.sizes)
         optimizer.step()  # its state is there from the second step on
@@ -307,7 +312,7 @@ def rehearse(
     return rehearsal
 
 
-def _model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn.Module:
+def _build_model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn.Module:
     """Build the model: torchvision's own without drawing a number, others with real ones, for some look at what they draw."""
     if is_import_string(spec.model.name) or spec.model.args.get("weights") is not None:
         return zoo.build_model(spec, classes)
@@ -328,19 +333,19 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
                     tensors[name] = fake.from_tensor(tensor)  # type: ignore[assignment]
 
 
-def _as_by_default_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer take all tensors at once, as torch's do on a GPU where nothing else is asked for."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
 
 
-def small_batch(spec: JobSpec) -> int:
+def max_small_batch(spec: JobSpec) -> int:
     """Return the most samples that AGS draws for its small batch."""
     return spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
 
 
-def autocast(spec: JobSpec) -> AbstractContextManager[Any]:
+def fake_autocast(spec: JobSpec) -> AbstractContextManager[Any]:
     """Return the context of the spec's precision on fake CPU tensors."""
     if spec.train.precision == "fp32":
         return contextlib.nullcontext()

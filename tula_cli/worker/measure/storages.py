@@ -31,7 +31,7 @@ class LiveStorages(TorchDispatchMode):
         """Count the storages of the tensors among the values until they die."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                self._hold(value.untyped_storage())
+                self._track(value.untyped_storage())
         self.peak = max(self.peak, self.live)
 
     def restart(self) -> None:
@@ -42,7 +42,7 @@ class LiveStorages(TorchDispatchMode):
         """Return the numbers that are alive, ascending."""
         return sorted(number for _, number in self._held.values())
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._held:
             return
@@ -82,7 +82,7 @@ class AsOnGpu(TorchFunctionMode):
             return drop
         name = getattr(func, "__name__", "")
         if name in self.IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, _to_float32, (args, kwargs))
         if name in self.SUMMED_IN_FLOAT32 and torch.is_autocast_enabled("cpu") and _is_narrow(args[0]):
             kwargs = {"dtype": torch.float32, **kwargs}
         return func(*args, **kwargs)
@@ -97,7 +97,7 @@ def _fused_dropout(
     return torch.native_dropout(values, p, True)[0]
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if _is_narrow(tensor) else tensor
 
 

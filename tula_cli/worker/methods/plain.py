@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tula_cli.optim import TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.sizes import Sizes
+from tula_cli.worker.build.batches.sizes import BatchSizes
 from tula_cli.worker.build.finetune.groups import Parameters
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
@@ -29,7 +29,7 @@ class Loop(Protocol):
     base: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer  # what `wrap` has returned
     scaler: torch.amp.GradScaler
-    sizes: Sizes
+    sizes: BatchSizes
     position: Position
     apart: bool  # the replicas differ
 

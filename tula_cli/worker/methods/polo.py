@@ -22,9 +22,11 @@ class PostLocal(Plain):
         if not self.is_local(loop):
             return
         loop.apart = True
-        done, size = loop.position.done, len(loop.datasets.train)
-        left = loop.sizes.ramp.of_epoch(loop.position.epoch, done=done, size=size)
-        if average_due(done, batch=loop.batch, end=done + sum(batch * steps for batch, steps in left)):
+        samples_done, size = loop.position.done, len(loop.datasets.train)
+        remaining = loop.sizes.ramp.steps_of_epoch(loop.position.epoch, samples_done=samples_done, size=size)
+        if average_due(
+            samples_done, batch=loop.batch, end=samples_done + sum(batch * steps for batch, steps in remaining)
+        ):
             self.join(loop)
 
     def join(self, loop: Loop) -> None:
@@ -33,7 +35,7 @@ class PostLocal(Plain):
         average_replicas(loop.parallel.module, loop.base)
         if loop.scaler.is_enabled():  # each rank has found its own overflows
             state = loop.scaler.state_dict()
-            scale, steps = loop.ranks.maxima([-state["scale"], -state["_growth_tracker"]])
+            scale, steps = loop.ranks.elementwise_max([-state["scale"], -state["_growth_tracker"]])
             loop.scaler.load_state_dict({**state, "scale": -scale, "_growth_tracker": int(-steps)})
         loop.apart = False
 

@@ -8,35 +8,35 @@ import torch
 from torch import Tensor, nn
 
 from tula_cli.errors import SpecError
-from tula_cli.models.refresh import small_batch
+from tula_cli.models.refresh import small_batch_size
 from tula_cli.optim import TulaOptimizer, configured
 from tula_cli.optim.configure import Configured
 from tula_cli.optim.parts.setup import embeddings
 from tula_cli.optim.parts.small_batch import draw_counts
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.finetune.patterns import chosen
+from tula_cli.worker.build.finetune.patterns import parameters_matching
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 from tula_cli.worker.parallel.wrapping import Parallel
 
 
-def settings(ags: Ags, **changed: Any) -> Configured:
+def ags_arguments(ags: Ags, **changed: Any) -> Configured:
     """Return new arguments of one TulaOptimizer; `changed` are settings that differ from the section's."""
     return configured(ags.resolved().model_dump() | changed)
 
 
-def available(configuration: Configuration) -> int:
+def small_batch_limit(configuration: Configuration) -> int:
     """Return the samples that a rank has for AGS's small batch: a micro-batch, of which no more is cut off than it leaves."""
     return configuration.batch // configuration.world // configuration.spec.train.accumulate
 
 
-def excluded(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
+def excluded_parameters(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
     """Return the parameters that are not scaled: embeddings, unless `ags.parameters` is all, and what `ags.exclude` names.
 
     Raises:
         SpecError: a pattern names none of the model's.
     """
-    by_name = chosen(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
+    by_name = parameters_matching(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
     return {*(embeddings(model) if ags.parameters == "auto" else ()), *by_name}
 
 
@@ -45,7 +45,7 @@ class Scaling(Plain):
 
     def settings(self, ags: Ags, **changed: Any) -> Configured:
         """Return new arguments of one TulaOptimizer."""
-        return settings(ags, **changed)
+        return ags_arguments(ags, **changed)
 
     def wrap(
         self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
@@ -53,34 +53,34 @@ class Scaling(Plain):
         spec, batch = configuration.spec, configuration.batch
         # a probe says itself when, unless every step refreshes: then it is a part of what a step takes
         by_itself = configuration.refresh or spec.ags.resolved().each_step
-        own = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
+        arguments = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # `remarks` tells it
             return TulaOptimizer(
                 base,
                 model=parallel,
                 b_large=batch,
-                b_small=small_batch(spec, batch),
-                **own,
+                b_small=small_batch_size(spec, batch),
+                **arguments,
                 max_grad_norm=spec.train.max_grad_norm,
-                available=available(configuration),
+                available=small_batch_limit(configuration),
                 seed=spec.train.seed,
-                exclude=excluded(parallel.module, spec.ags),
+                exclude=excluded_parameters(parallel.module, spec.ags),
             )
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         b_small = spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
         limit = spec.train.max_grad_norm
-        own = settings(spec.ags)
+        arguments = ags_arguments(spec.ags)
         try:
             TulaOptimizer(
                 optimizer,
                 model=model,
                 b_large=4 * b_small,
                 b_small=b_small,
-                **own,
+                **arguments,
                 max_grad_norm=limit,
-                exclude=excluded(model, spec.ags),
+                exclude=excluded_parameters(model, spec.ags),
             )
         except ValueError as error:
             raise SpecError(
@@ -90,18 +90,18 @@ class Scaling(Plain):
 
     def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
         spec, world = configuration.spec, configuration.world
-        if not _draws(spec, several=world > 1):
+        if not _draws_small_batch(spec, several=world > 1):
             return ()
-        return draw_counts(small_batch(spec, configuration.batch), available(configuration), world, 0)
+        return draw_counts(small_batch_size(spec, configuration.batch), small_batch_limit(configuration), world, 0)
 
     def fewest_samples(self, configuration: Configuration) -> int:
-        if small_batch(configuration.spec, configuration.batch) >= configuration.batch:
+        if small_batch_size(configuration.spec, configuration.batch) >= configuration.batch:
             return 1  # nothing is scaled
         return max(self.small_batch_shares(configuration), default=1)
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         copied = parameters if spec.ags.resolved().apply_to == "update" else ()
-        return Memory(factors=True, small_batch=_draws(spec, several=several), before=copied, after=True)
+        return Memory(factors=True, small_batch=_draws_small_batch(spec, several=several), before=copied, after=True)
 
     def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
         return optimizer if isinstance(optimizer, TulaOptimizer) else None
@@ -109,8 +109,12 @@ class Scaling(Plain):
     def change_batch(self, loop: Loop) -> None:
         ags, spec = self.scaling(loop.optimizer), loop.spec
         assert ags is not None
-        now = Configuration(spec, loop.batch, loop.ranks.world)
-        ags.change_batch(b_large=now.batch, b_small=small_batch(spec, now.batch), available=available(now))
+        configuration = Configuration(spec, loop.batch, loop.ranks.world)
+        ags.change_batch(
+            b_large=configuration.batch,
+            b_small=small_batch_size(spec, configuration.batch),
+            available=small_batch_limit(configuration),
+        )
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
         """Compare the gradient of a small batch with the large one's, when Algorithm 1 asks for it (line 10)."""
@@ -137,7 +141,7 @@ class Scaling(Plain):
         ]
 
 
-def _draws(spec: JobSpec, *, several: bool) -> bool:
+def _draws_small_batch(spec: JobSpec, *, several: bool) -> bool:
     """Return whether the gradient of a small batch is taken; several ranks may find their factors without."""
     return not (several and spec.ags.resolved().source == "local_norms")
 

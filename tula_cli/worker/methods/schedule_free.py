@@ -16,7 +16,7 @@ from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Loop, Plain
 
-OF = {"SGD": "SGDScheduleFree", "AdamW": "AdamWScheduleFree"}
+SCHEDULE_FREE_CLASSES = {"SGD": "SGDScheduleFree", "AdamW": "AdamWScheduleFree"}
 """The package's classes, by the optimizers whose place they take."""
 
 
@@ -33,24 +33,26 @@ class ScheduleFree(Plain):
                 "train.method schedule_free needs the package schedulefree, which is not installed",
                 "pip install 'tula-cli[schedulefree]'",
             ) from None
-        found: type[torch.optim.Optimizer] = getattr(schedulefree, OF.get(spec.optimizer.name, OF["SGD"]))
-        return found
+        optimizer_class: type[torch.optim.Optimizer] = getattr(
+            schedulefree, SCHEDULE_FREE_CLASSES.get(spec.optimizer.name, SCHEDULE_FREE_CLASSES["SGD"])
+        )
+        return optimizer_class
 
     def base(self, spec: JobSpec, parameters: Any) -> torch.optim.Optimizer:
         optimizer = super().base(spec, parameters)
-        _turn(optimizer, training=True)
+        _switch_weights(optimizer, training=True)
         return optimizer
 
     @contextmanager
     def evaluating(self, loop: Loop) -> Iterator[None]:
-        trained = [p.detach().clone() for p in _parameters(loop)]
-        _turn(loop.base, training=False)
+        trained = [p.detach().clone() for p in _trained_parameters(loop)]
+        _switch_weights(loop.base, training=False)
         try:
             yield
         finally:
-            _turn(loop.base, training=True)
+            _switch_weights(loop.base, training=True)
             with torch.no_grad():
-                for parameter, exact in zip(_parameters(loop), trained, strict=True):
+                for parameter, exact in zip(_trained_parameters(loop), trained, strict=True):
                     parameter.copy_(exact)
 
     def model_state(self, loop: Loop) -> dict[str, Any]:
@@ -58,21 +60,21 @@ class ScheduleFree(Plain):
             return {name: value.detach().cpu().clone() for name, value in loop.parallel.module.state_dict().items()}
 
     def own_state(self, loop: Loop) -> dict[str, Any]:
-        return {"trained": [p.detach() for p in _parameters(loop)]}
+        return {"trained": [p.detach() for p in _trained_parameters(loop)]}
 
     @torch.no_grad()
     def load_own_state(self, loop: Loop, state: dict[str, Any]) -> None:
-        for parameter, trained in zip(_parameters(loop), state["trained"], strict=True):
+        for parameter, trained in zip(_trained_parameters(loop), state["trained"], strict=True):
             parameter.copy_(trained)
 
 
-def _turn(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
+def _switch_weights(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
     """Put the points that are trained, or those that are evaluated, into the parameters."""
     turn: Any = optimizer  # torch's class knows no train and eval
     turn.train() if training else turn.eval()
 
 
-def _parameters(loop: Loop) -> list[torch.nn.Parameter]:
+def _trained_parameters(loop: Loop) -> list[torch.nn.Parameter]:
     return [p for group in loop.base.param_groups for p in group["params"]]
 
 

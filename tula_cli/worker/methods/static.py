@@ -10,16 +10,16 @@ from tula_cli.optim.configure import Configured
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Memory
-from tula_cli.worker.methods.scaling import Scaling, settings
+from tula_cli.worker.methods.scaling import Scaling, ags_arguments
 
 
 class StaticScaling(Scaling):
     """Adaptive gradient scaling whose factors are known beforehand."""
 
     def settings(self, ags: Ags, **changed: Any) -> Configured:
-        own = settings(ags, **changed)
-        own["factors"] = Static(None if ags.factor == "auto" else ags.factor)
-        return own
+        arguments = ags_arguments(ags, **changed)
+        arguments["factors"] = Static(None if ags.factor == "auto" else ags.factor)
+        return arguments
 
     def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
         return ()

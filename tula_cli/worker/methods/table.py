@@ -16,17 +16,17 @@ def method_of(spec: JobSpec) -> Plain:
         SpecError: one of the user's own is not there, or no method.
     """
     file = spec.train.facts.file
-    return own(file) if plugins.is_import_string(file) else found(file)
+    return load_user_method(file) if plugins.is_import_string(file) else load_method(file)
 
 
 @functools.cache
-def found(file: str) -> Plain:
+def load_method(file: str) -> Plain:
     """Return the method of a module of this folder."""
     method: Plain = importlib.import_module(f"{__package__}.{file}").METHOD
     return method
 
 
-def own(name: str) -> Plain:
+def load_user_method(name: str) -> Plain:
     """Return the user's own method: an object as it is, or of a class a new one, so that each training has its own.
 
     Raises:
@@ -43,8 +43,8 @@ def own(name: str) -> Plain:
             ) from error
     if isinstance(target, Plain):
         return target
-    what = f"class {target.__name__}" if isinstance(target, type) else f"of type {type(target).__name__}"
+    description = f"class {target.__name__}" if isinstance(target, type) else f"of type {type(target).__name__}"
     raise SpecError(
-        f"train.method {name} is no training method but {what}",
+        f"train.method {name} is no training method but {description}",
         "derive it from tula_cli.worker.methods.plain.Plain; name the class, or an object of it",
     )

@@ -17,16 +17,18 @@ from torch import nn
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
 from tula_cli.run.damage import SUMS
-from tula_cli.run.files import cannot_write, make_folder, write_atomic
+from tula_cli.run.files import make_folder, write_atomic, write_error
 from tula_cli.run.storage.space import refuses
 from tula_cli.worker.ranks import Ranks
 
-REST = "rest.pt"
+REST_FILE = "rest.pt"
 """What no rank has a share of: position, best metrics, factors. A file of torch.save."""
 _CHUNK = 2**24  # bytes that are summed at a time
 
 
-def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any], ranks: Ranks) -> None:
+def save_sharded(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, content: dict[str, Any], ranks: Ranks
+) -> None:
     """Write a checkpoint, whole or not at all: beside its place, and renamed when all ranks have finished.
 
     Every rank takes part, and writes its own shares.
@@ -47,42 +49,46 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest
     # Each rank's BatchNorm has seen its own samples, and torch writes any rank's; what is evaluated is rank 0's.
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
-    draft = draft_of(folder)
-    _by_first(lambda: _begin(draft), folder, ranks)
+    draft = draft_path(folder)
+    _run_on_first_rank(lambda: _create_draft(draft), folder, ranks)
     try:
-        save(_state(model, optimizer), checkpoint_id=draft)
+        save(_sharded_state(model, optimizer), checkpoint_id=draft)
     except CheckpointException as error:
-        why = _cause(error)
+        why = _first_cause(error)
         if isinstance(why, OSError):
-            raise cannot_write(folder, why) from error
+            raise write_error(folder, why) from error
         # torch's writer of archives tells a full disk as a RuntimeError of its own
         if code := refuses(folder.parent):
-            raise cannot_write(folder, OSError(code, os.strerror(code))) from error
-        first = next(iter(str(why).splitlines()), type(why).__name__)
-        raise CannotWrite(f"cannot write {folder}: {first}", "is the disk full? older checkpoints stand") from error
-    _by_first(lambda: write_atomic(draft / REST, _bytes(rest)), folder, ranks)
-    files = sorted(path.name for path in draft.iterdir()) if ranks.first else []
-    sums = _sums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
+            raise write_error(folder, OSError(code, os.strerror(code))) from error
+        first_line = next(iter(str(why).splitlines()), type(why).__name__)
+        raise CannotWrite(
+            f"cannot write {folder}: {first_line}", "is the disk full? older checkpoints stand"
+        ) from error
+    _run_on_first_rank(lambda: write_atomic(draft / REST_FILE, _serialize(content)), folder, ranks)
+    files = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
+    sums = _checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
         raise CannotWrite(f"cannot write {folder}: what was written cannot be read again: {', '.join(lost)}")
-    _by_first(lambda: _end(draft, folder, sums), folder, ranks)
+    _run_on_first_rank(lambda: _write_checksums(draft, folder, sums), folder, ranks)
 
 
-def draft_of(folder: Path) -> Path:
+def draft_path(folder: Path) -> Path:
     """Return where a folder is while it is written."""
     return folder.with_name(f".{folder.name}.draft")
 
 
-def is_whole(folder: Path, ranks: Ranks) -> bool:
+def is_complete(folder: Path, ranks: Ranks) -> bool:
     """Return on every rank whether a folder is what was written; every rank takes part, and reads some of its files."""
-    known: dict[str, int] = json.loads(ranks.gather(json.dumps(_known(folder) if ranks.first else {}))[0])
-    return REST in known and _sums(folder, sorted(known), ranks) == known
+    checksums: dict[str, int] = json.loads(
+        ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]
+    )
+    return REST_FILE in checksums and _checksums(folder, sorted(checksums), ranks) == checksums
 
 
-def _known(folder: Path) -> dict[str, int]:
+def _read_checksums(folder: Path) -> dict[str, int]:
     """Return the check sums that were written; empty where they cannot be read."""
     try:
-        content = json.loads(files.content(folder / SUMS))
+        content = json.loads(files.read_content(folder / SUMS))
     except (OSError, ValueError, TulaError):
         return {}
     return (
@@ -90,7 +96,7 @@ def _known(folder: Path) -> dict[str, int]:
     )
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put a checkpoint's state into a model in shares, of any number of ranks, and its optimizer; every rank takes part.
 
     Raises:
@@ -100,24 +106,29 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
-    from tula_cli.worker.build.finetune.shares_reader import SharesPlanner, SharesReader
+    from tula_cli.worker.build.finetune.shares_reader import SafeLoadPlanner, SafeShardReader
 
-    state = _state(model, optimizer)
+    state = _sharded_state(model, optimizer)
     states = state["optimizer"]["state"]
     try:
-        untouched = _without_state(states, SharesReader(folder).read_metadata().state_dict_metadata)
-        asked = {**state["optimizer"], "state": {name: states[name] for name in states if name not in untouched}}
+        untouched = _without_state(states, SafeShardReader(folder).read_metadata().state_dict_metadata)
+        optimizer_state = {
+            **state["optimizer"],
+            "state": {name: states[name] for name in states if name not in untouched},
+        }
         state_dict_loader.load(
-            {"model": state["model"], "optimizer": asked}, storage_reader=SharesReader(folder), planner=SharesPlanner()
+            {"model": state["model"], "optimizer": optimizer_state},
+            storage_reader=SafeShardReader(folder),
+            planner=SafeLoadPlanner(),
         )
     except (CheckpointException, pickle.UnpicklingError) as error:
-        why = _cause(error) if isinstance(error, CheckpointException) else error
+        why = _first_cause(error) if isinstance(error, CheckpointException) else error
         raise TulaError(
             f"the checkpoint {folder} does not fit the model: {why}", "was the model's code changed?"
         ) from None
     set_model_state_dict(model, state["model"])
     # torch wants a state of each, and gives each one before it loads
-    set_optimizer_state_dict(model, optimizer, {**asked, "state": states})
+    set_optimizer_state_dict(model, optimizer, {**optimizer_state, "state": states})
     for name, parameter in model.named_parameters():
         if name in untouched:
             optimizer.state.pop(parameter, None)
@@ -128,22 +139,22 @@ def _without_state(states: dict[str, Any], saved: Collection[str]) -> set[str]:
     return {name for name in states if not any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _sums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
+def _checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
     """Return the check sum of each file, -1 of one that cannot be read; each rank reads its share of them."""
-    mine = {name: _sum(folder / name) for name in names[ranks.rank :: ranks.world]}
-    found: dict[str, int] = {}
-    for text in ranks.gather(json.dumps(mine)):
-        found |= json.loads(text)
-    return found
+    own_checksums = {name: _checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
+    checksums: dict[str, int] = {}
+    for text in ranks.gather(json.dumps(own_checksums)):
+        checksums |= json.loads(text)
+    return checksums
 
 
-def _sum(path: Path) -> int:
+def _checksum(path: Path) -> int:
     total = 0
     try:
         with files.open_file(path) as file:
@@ -154,48 +165,48 @@ def _sum(path: Path) -> int:
     return total
 
 
-def _cause(error: Any) -> BaseException:
+def _first_cause(error: Any) -> BaseException:
     """Return what went wrong on the first rank where anything did."""
-    cause: BaseException = next((seen[0] for seen in error.failures.values()), error)
+    cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
     return cause
 
 
-def _by_first(work: Callable[[], None], folder: Path, ranks: Ranks) -> None:
+def _run_on_first_rank(work: Callable[[], None], folder: Path, ranks: Ranks) -> None:
     """Let rank 0 do something while the others wait; where it cannot, all ranks say so, and none waits in vain.
 
     Raises:
         TulaError: rank 0 could not write.
     """
     why: list[Any] = []
-    if ranks.first:
+    if ranks.is_first:
         try:
             work()
         except (OSError, CannotWrite) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             assert isinstance(cause, OSError)  # of write_atomic
             why = [cause.errno, cause.strerror]
-    told = json.loads(ranks.gather(json.dumps(why))[0])
-    if told:
-        raise cannot_write(folder, OSError(*told))
+    problem = json.loads(ranks.gather(json.dumps(why))[0])
+    if problem:
+        raise write_error(folder, OSError(*problem))
 
 
-def _begin(draft: Path) -> None:
+def _create_draft(draft: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     make_folder(draft)
 
 
-def _bytes(rest: dict[str, Any]) -> bytes:
+def _serialize(content: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(rest, buffer)
+    torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def _end(draft: Path, folder: Path, sums: dict[str, int]) -> None:
+def _write_checksums(draft: Path, folder: Path, sums: dict[str, int]) -> None:
     write_atomic(draft / SUMS, json.dumps(sums))
-    _put(draft, folder)
+    _replace_folder(draft, folder)
 
 
-def _put(draft: Path, folder: Path) -> None:
+def _replace_folder(draft: Path, folder: Path) -> None:
     """Rename a finished folder; what stands in its place goes out of the way first."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -43,8 +43,8 @@ class Sharded(nn.Module):
         _broadcast([*model.parameters(), *model.buffers()], device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.parts: list[Any] = [*fsdp_blocks(model, blocks), model]
-        for part in self.parts:
-            fully_shard(part, mesh=mesh)
+        for block in self.parts:
+            fully_shard(block, mesh=mesh)
         self.module = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,19 +65,19 @@ class Sharded(nn.Module):
         return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
 
     @property
-    def works_alone(self) -> bool:
+    def can_run_without_communication(self) -> bool:
         """Whether `alone` can be had: from torch 2.8 on."""
-        return all(hasattr(part, "set_reshard_after_forward") for part in self.parts)
+        return all(hasattr(block, "set_reshard_after_forward") for block in self.parts)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def without_communication(self) -> Iterator[None]:
         """Compute without the other ranks inside: the whole model stays gathered, and gradients are not averaged.
 
         The rank holds all parameters and their gradients for so long. The weights must not change.
         """
         root: Any = self.module
-        for part in self.parts:
-            part.set_reshard_after_forward(False, recurse=False)
+        for block in self.parts:
+            block.set_reshard_after_forward(False, recurse=False)
         root.set_reshard_after_backward(False)
         root.set_requires_gradient_sync(False)
         try:
@@ -85,17 +85,17 @@ class Sharded(nn.Module):
         finally:
             root.set_requires_gradient_sync(True)
             self.zero_grad()
-            for part in self.parts:
-                part.set_reshard_after_forward(part is not root, recurse=False)
-                part.reshard()
+            for block in self.parts:
+                block.set_reshard_after_forward(block is not root, recurse=False)
+                block.reshard()
             root.set_reshard_after_backward(True)
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """Leave each rank its shares alone, where forward passes without a backward one have left more gathered."""
-        for part in self.parts:
-            part.reshard()
+        for block in self.parts:
+            block.reshard()
 
-    def stand_in(self, optimizer: torch.optim.Optimizer) -> None:
+    def replace_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the whole gradients that passes inside `alone` leave; zeros take their place, for a step that takes as long."""
         self.zero_grad()
         for group in optimizer.param_groups:
@@ -146,39 +146,42 @@ def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> lis
             f"train.parallel: fsdp cannot divide parameters without a dimension: {', '.join(undivided)}",
             "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or take train.parallel: ddp",
         )
-    found = blocks_of(model) if names == "auto" else _of_classes(model, names)
+    blocks = blocks_of(model) if names == "auto" else _modules_of_classes(model, names)
     return [
         block
-        for block in found
-        if block is not model and any(True for _ in block.parameters()) and _is_apart(block, model)
+        for block in blocks
+        if block is not model and any(True for _ in block.parameters()) and _shares_no_parameter(block, model)
     ]
 
 
-def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def _modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of classes, the inner ones before those that hold them."""
     # a list of modules has no forward pass that a block could be gathered for
     modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
     for name in names:
         if not any(type(module).__name__ == name for module in modules):
-            known = sorted({type(module).__name__ for module in modules if any(True for _ in module.children())})
+            class_names = sorted({type(module).__name__ for module in modules if any(True for _ in module.children())})
             raise SpecError(
                 f"train.fsdp_blocks: {type(model).__name__} has no module of class {name}",
-                f"it has {', '.join(known)}" if known else "leave it out: the model is one block",
+                f"it has {', '.join(class_names)}" if class_names else "leave it out: the model is one block",
             )
     return [module for module in reversed(modules) if type(module).__name__ in names]
 
 
-def _is_apart(block: nn.Module, model: nn.Module) -> bool:
+def _shares_no_parameter(block: nn.Module, model: nn.Module) -> bool:
     inside = set(block.modules())
-    own = {id(p) for p in block.parameters()}
+    block_parameters = {id(p) for p in block.parameters()}
     return not any(
-        id(p) in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False)
+        id(p) in block_parameters
+        for module in model.modules()
+        if module not in inside
+        for p in module.parameters(recurse=False)
     )
 
 
 def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Give tensors rank 0's values, one at a time over the device."""
     for tensor in tensors:
-        there = tensor.detach().to(device)
-        dist.broadcast(there, src=0)
-        tensor.detach().copy_(there)
+        on_device = tensor.detach().to(device)
+        dist.broadcast(on_device, src=0)
+        tensor.detach().copy_(on_device)

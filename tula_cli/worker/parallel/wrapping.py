@@ -11,7 +11,7 @@ Parallel = DistributedDataParallel | Sharded
 """The model is its `module`; `no_sync()` keeps the gradients of a backward pass on their ranks, where that saves anything."""
 
 
-def wrapped(model: nn.Module, train: Train, device: torch.device) -> Parallel:
+def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel:
     """Wrap a model for training; every rank takes part.
 
     Args:

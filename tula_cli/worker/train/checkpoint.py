@@ -16,21 +16,23 @@ import torch
 
 from tula_cli.errors import DiskFull, TulaError
 from tula_cli.models.loss_level import LossLevel
-from tula_cli.run.damage import is_whole_archive
+from tula_cli.run.damage import is_complete_archive
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import remove, write_atomic
-from tula_cli.run.notices.fresh import appears
+from tula_cli.run.files import remove_path, write_atomic
+from tula_cli.run.notices.fresh import wait_until_listed
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
 
-KEEP = 2
+CHECKPOINTS_KEPT = 2
 """The newest checkpoints kept beside the best: one more than needed, should the newest be damaged."""
 
 
-def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> dict[str, Any]:
+def checkpoint_state(
+    trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = ""
+) -> dict[str, Any]:
     """Return everything a resumed run needs.
 
     Args:
@@ -40,12 +42,12 @@ def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended
         ended: why the training ends here, before its last epoch; empty where it goes on.
     """
     model, optimizer = trainer.method.model_state(trainer), trainer.optimizer.state_dict()
-    return {"model": model, "optimizer": optimizer, **_rest(trainer, best=best, owed=owed, ended=ended)}
+    return {"model": model, "optimizer": optimizer, **_training_state(trainer, best=best, owed=owed, ended=ended)}
 
 
-def _rest(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -> dict[str, Any]:
+def _training_state(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -> dict[str, Any]:
     """Return what a resumed run needs beside model and optimizer."""
-    own = trainer.method.own_state(trainer)
+    extra_state = trainer.method.own_state(trainer)
     return {
         "version": 1,
         "scaler": trainer.scaler.state_dict(),
@@ -56,11 +58,11 @@ def _rest(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -
         "owed": owed,
         "ended": ended,
         "losses": asdict(trainer.losses),
-        **({"method": own} if own else {}),
+        **({"method": extra_state} if extra_state else {}),
     }
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
+def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write one checkpoint, whole or not at all, tensor by tensor: nothing of it is held in memory a second time.
 
     Raises:
@@ -68,7 +70,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
     """
 
     def save(file: BinaryIO) -> None:
-        out = _Output(file)
+        out = _FileRecorder(file)
         try:
             torch.save(content, cast("IO[bytes]", out))
         except Exception:
@@ -79,19 +81,19 @@ def write(path: Path, content: dict[str, Any]) -> None:
     try:
         write_atomic(path, save)
     except DiskFull as error:
-        error.needed = _size(content)
+        error.needed = _tensor_bytes(content)
         raise
 
 
-def _size(content: Any) -> int:
+def _tensor_bytes(content: Any) -> int:
     """Return the bytes of all tensors in what is to be written: about those of the file."""
     if isinstance(content, torch.Tensor):
         return content.nbytes
     inner = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
-    return sum(map(_size, inner))
+    return sum(map(_tensor_bytes, inner))
 
 
-class _Output:
+class _FileRecorder:
     """A file that remembers why it could not be written."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -109,7 +111,7 @@ class _Output:
         self.file.flush()
 
 
-def save(
+def save_checkpoint(
     run: RunDir,
     signature: str,
     trainer: Trainer,
@@ -122,51 +124,51 @@ def save(
 ) -> Path:
     """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed.
 
-    Called on rank 0 alone, or on all ranks where the model is in shares (`of_all_ranks`). `keep` are checkpoints, by their
+    Called on rank 0 alone, or on all ranks where the model is in shares (`needs_all_ranks`). `keep` are checkpoints, by their
     samples, that stay.
     """
-    shares = of_all_ranks(trainer)
+    shares = needs_all_ranks(trainer)
     path = run.training(signature).checkpoint_path(trainer.position.samples, shares=shares)
     if shares:
-        write_shares(path, trainer, best=best, owed=owed, ended=ended)
+        write_sharded(path, trainer, best=best, owed=owed, ended=ended)
     else:
-        write(path, state(trainer, best=best, owed=owed, ended=ended))
-    if trainer.ranks.first:
-        _tidy(run, signature, path, is_best=is_best, keep=keep)
+        write_checkpoint(path, checkpoint_state(trainer, best=best, owed=owed, ended=ended))
+    if trainer.ranks.is_first:
+        _remove_outdated(run, signature, path, is_best=is_best, keep=keep)
     return path
 
 
-def of_all_ranks(trainer: Trainer) -> bool:
+def needs_all_ranks(trainer: Trainer) -> bool:
     """Return whether every rank takes part in a checkpoint."""
     return isinstance(trainer.parallel, Sharded)
 
 
-def write_shares(path: Path, trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> None:
+def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> None:
     """Write one checkpoint of a model in shares, whole or not at all; every rank takes part.
 
     Raises:
         TulaError: the disk is full; older checkpoints stand.
     """
     ags = {} if trainer.ags is None else {"ags": trainer.ags.ags_state_dict()}
-    rest = _rest(trainer, best=best, owed=owed, ended=ended) | ags
-    saved_shares.write(path, trainer.parallel.module, trainer.base, rest, trainer.ranks)
+    content = _training_state(trainer, best=best, owed=owed, ended=ended) | ags
+    saved_shares.save_sharded(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
 
 
-def _tidy(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]) -> None:
+def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]) -> None:
     """Point `last` (and `best`) at a new checkpoint, and drop those that are no longer needed."""
     folder = run.training(signature).path
-    _point(folder / "last", path)
+    _replace_link(folder / "last", path)
     if is_best:
-        _point(folder / "best", path)
+        _replace_link(folder / "best", path)
     # A run that stands before a checkpoint of its own has found it damaged.
-    newest = [old for old in run.training(signature).checkpoints() if old <= path][:KEEP]
-    kept = {*newest, _target(folder / "best"), _target(folder / "last")}
+    newest = [old for old in run.training(signature).checkpoints() if old <= path][:CHECKPOINTS_KEPT]
+    retained = {*newest, _link_target(folder / "best"), _link_target(folder / "last")}
     for old in run.training(signature).checkpoints():
-        if old not in kept and int(old.stem) not in keep:
-            remove(old)
+        if old not in retained and int(old.stem) not in keep:
+            remove_path(old)
 
 
-def go_back(run: RunDir, signature: str, samples: int) -> None:
+def discard_after(run: RunDir, signature: str, samples: int) -> None:
     """Drop every checkpoint of more samples, so that the training resumes from the newest one left. Rank 0 alone.
 
     `last` points at that, and so does `best` if its own is dropped; without any there are no links.
@@ -177,10 +179,10 @@ def go_back(run: RunDir, signature: str, samples: int) -> None:
     for link in (folder / "last", folder / "best"):
         if newest is None:
             link.unlink(missing_ok=True)
-        elif link.name == "last" or _target(link) in dropped:
-            _point(link, newest)
+        elif link.name == "last" or _link_target(link) in dropped:
+            _replace_link(link, newest)
     for path in dropped:
-        remove(path)
+        remove_path(path)
 
 
 def load_newest(
@@ -196,10 +198,10 @@ def load_newest(
     for path in run.training(signature).checkpoints():
         if path.suffix != ".pt":
             continue
-        content = _content(path) if is_whole_archive(path) else None
+        content = _read_checkpoint(path) if is_complete_archive(path) else None
         if content is not None:
             return path, content
-        tell(_set_aside(path))
+        tell(_set_aside_damaged(path))
     return None
 
 
@@ -211,42 +213,42 @@ def load_for_all(
     Of a model in shares that is its `folder`, and what no rank has a share of. Args: as of `load_newest`; rank 0 tells.
     """
     training = run.training(signature)
-    there = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.first else []
+    there = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
     folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(there))[0])]
     for folder in folders:
-        rest = _content(folder / saved_shares.REST) if saved_shares.is_whole(folder, ranks) else None
+        rest = _read_checkpoint(folder / saved_shares.REST_FILE) if saved_shares.is_complete(folder, ranks) else None
         if rest is not None:
             return {**rest, "folder": folder}
-        if ranks.first:
-            tell(_set_aside(folder))
-    found = load_newest(run, signature, tell) if ranks.first else None
-    samples = ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
+        if ranks.is_first:
+            tell(_set_aside_damaged(folder))
+    newest = load_newest(run, signature, tell) if ranks.is_first else None
+    samples = ranks.broadcast(-1 if newest is None else newest[1]["position"]["samples"])
     if samples < 0:
         return None
-    if found is not None:
-        return found[1]
+    if newest is not None:
+        return newest[1]
     path = run.training(signature).checkpoint_path(samples)
-    appears(path)  # it is there for rank 0; that it was missing may be kept on this node for a while
+    wait_until_listed(path)  # it is there for rank 0; that it was missing may be kept on this node for a while
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 
-def _set_aside(path: Path) -> str:
+def _set_aside_damaged(path: Path) -> str:
     """Give a damaged checkpoint a name that is not of tula, so that nothing trips over it again; say so."""
-    place = path.with_name(f"damaged-{path.name}")
+    path_aside = path.with_name(f"damaged-{path.name}")
     number = 1
-    while place.exists():
+    while path_aside.exists():
         number += 1
-        place = path.with_name(f"damaged-{number}-{path.name}")
+        path_aside = path.with_name(f"damaged-{number}-{path.name}")
     name = f"the checkpoint {path.name} ({int(path.stem)} samples)"
     try:
-        path.rename(place)
+        path.rename(path_aside)
     except OSError as error:  # passed over all the same
         return f"{name} is damaged and passed over ({error.strerror})"
-    return f"{name} is damaged, passed over and kept as checkpoints/{place.name}"
+    return f"{name} is damaged, passed over and kept as checkpoints/{path_aside.name}"
 
 
-def _content(path: Path) -> dict[str, Any] | None:
+def _read_checkpoint(path: Path) -> dict[str, Any] | None:
     """Return what a file of torch.save holds; None of one that is none, or that holds more than data."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -260,7 +262,7 @@ def _content(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "position" in content else None
 
 
-def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
+def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     """Put a checkpoint's state into a fresh trainer; return the best metrics so far.
 
     At another batch (after an out-of-memory) position and base optimizer state carry over, the scaling factors do not.
@@ -268,9 +270,9 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     Raises:
         TulaError: the checkpoint is not of this model.
     """
-    trainer.move(Position(**content["position"]))  # whose batch the state is loaded for
+    trainer.move_to(Position(**content["position"]))  # whose batch the state is loaded for
     if "folder" in content:
-        _load_shares(trainer, content)
+        _load_sharded(trainer, content)
     else:
         _load_whole(trainer, content)
     if "method" in content:
@@ -281,8 +283,8 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     return best
 
 
-def _load_shares(trainer: Trainer, content: dict[str, Any]) -> None:
-    saved_shares.load(content["folder"], trainer.parallel.module, trainer.base)
+def _load_sharded(trainer: Trainer, content: dict[str, Any]) -> None:
+    saved_shares.load_sharded(content["folder"], trainer.parallel.module, trainer.base)
     if trainer.ags is not None and "ags" in content:
         trainer.ags.load_ags_state_dict(content["ags"])
 
@@ -300,7 +302,7 @@ def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
             group["weight_decay"] = decay
         if betas is not None:
             group["betas"] = (betas[0], *group["betas"][1:])
-    _lay_like_parameters(trainer.base)
+    _match_parameter_strides(trainer.base)
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -312,19 +314,19 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.ags.refresh_soon()
 
 
-def _lay_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+def _match_parameter_strides(optimizer: torch.optim.Optimizer) -> None:
     """Give the state the strides of its parameters, should it have been saved with others (channels_last).
 
     Fused kernels refuse any other, and foreach ones take them one by one.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            own = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if own and value.stride() != parameter.stride():
+            matches_parameter = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if matches_parameter and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _point(link: Path, target: Path) -> None:
+def _replace_link(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`, replaced whole."""
     draft = link.with_name(f".{link.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
@@ -332,5 +334,5 @@ def _point(link: Path, target: Path) -> None:
     draft.replace(link)
 
 
-def _target(link: Path) -> Path | None:
+def _link_target(link: Path) -> Path | None:
     return link.parent / link.readlink() if link.is_symlink() else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from tula_cli.optim import TulaOptimizer
 from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.indicators import squared_norm
-from tula_cli.run.series.step_series import StepRow, rounded
+from tula_cli.run.series.step_series import StepRow, round_value
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.train.loop import Step, Trainer
 
@@ -26,7 +26,7 @@ _CHUNK = 2**20  # elements that are sorted into bins at a time: their bins take 
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _UnreadStep:
     """A step, whose numbers are still on the device."""
 
     samples: int  # at its end
@@ -46,12 +46,12 @@ class Diagnostics:
     also taken where the method does not need them: one pass over the gradients, before they are clipped.
     """
 
-    sees: bool = False  # norms are taken here
+    takes_norms: bool = False  # norms are taken here
     square: Tensor | None = None  # |G|^2 of the newest step, where they are
     last: Tensor | None = None  # the same as TulaOptimizer had it
     factor: Tensor | float | None = None  # the mean of the factors that the coming step has
-    found: int = -1  # refreshes after which that was
-    waiting: list[_Seen] = field(default_factory=list)  # steps that nobody has read yet
+    refreshes_seen: int = -1  # refreshes after which that was
+    waiting: list[_UnreadStep] = field(default_factory=list)  # steps that nobody has read yet
     rows: list[StepRow] = field(default_factory=list)  # that nobody has taken yet
     newest: StepRow | None = None
     norms: list[float] = field(default_factory=list)  # of the epoch under way, nan where there is none
@@ -61,71 +61,75 @@ class Diagnostics:
     def attach(cls, trainer: Trainer) -> "Diagnostics | None":
         """Return the diagnostics of a trainer; None where nothing is to be gathered on this rank."""
         # The averaged gradient is the same on all ranks; post-local SGD's is not, after its switch. Shares need them all.
-        if not trainer.ranks.first:
-            if isinstance(trainer.parallel, Sharded) and trainer.spec.train.diagnostics and _acting(trainer) is None:
+        if not trainer.ranks.is_first:
+            if (
+                isinstance(trainer.parallel, Sharded)
+                and trainer.spec.train.diagnostics
+                and _scaling_optimizer(trainer) is None
+            ):
                 trainer.on_gradient = _squared_norm
             return None
-        found = cls()
-        if (ags := _acting(trainer)) is not None:
-            found._look_at_factors(ags)
-            return found
+        diagnostics = cls()
+        if (ags := _scaling_optimizer(trainer)) is not None:
+            diagnostics._update_factor_mean(ags)
+            return diagnostics
         if not trainer.spec.train.diagnostics:
             return None
-        found.sees, trainer.on_gradient = True, found.see
-        return found
+        diagnostics.takes_norms, trainer.on_gradient = True, diagnostics.record_norm
+        return diagnostics
 
-    def go_on(self, newest: StepRow | None, samples: int) -> None:
+    def resume(self, newest: StepRow | None, samples: int) -> None:
         """Go on behind a row of an earlier attempt, if it ends where this one begins."""
         self.newest = newest if newest is not None and newest.samples == samples else None
 
-    def see(self, trainer: Trainer) -> None:
+    def record_norm(self, trainer: Trainer) -> None:
         """Take the norm of the gradient that a step is about to use: averaged, unless post-local SGD has switched."""
         square = _squared_norm(trainer)
         # Divided as a number and not as a gradient: the step stays what it was.
         scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
         self.square = None if square is None else square / scale**2
 
-    def follow(self, trainer: Trainer, step: Step) -> None:
+    def record_step(self, trainer: Trainer, step: Step) -> None:
         """Take the step that is over; of one that GradScaler skipped TulaOptimizer has seen nothing."""
         samples, batch, lr = trainer.position.samples, step.batch, step.lr
-        if self.sees:
-            self.waiting.append(_Seen(samples, batch, lr, self.square))
+        if self.takes_norms:
+            self.waiting.append(_UnreadStep(samples, batch, lr, self.square))
             self.square = None
-        elif (ags := _acting(trainer)) is not None:
+        elif (ags := _scaling_optimizer(trainer)) is not None:
             gate = ags.gate
             skipped = gate.square is None or gate.square is self.last
-            seen = (None, None, None) if skipped else (gate.square, gate.change, gate.scaled)
-            self.waiting.append(_Seen(samples, batch, lr, *seen, self.factor))
+            gate_values = (None, None, None) if skipped else (gate.square, gate.change, gate.scaled)
+            self.waiting.append(_UnreadStep(samples, batch, lr, *gate_values, self.factor))
             self.last = gate.square
-            self._look_at_factors(ags)
+            self._update_factor_mean(ags)
 
-    def _look_at_factors(self, ags: TulaOptimizer) -> None:
+    def _update_factor_mean(self, ags: TulaOptimizer) -> None:
         """Take the mean of the factors that act from the coming step on, where they are others."""
         factors = ags.factors
         if not factors.ready:
-            self.factor, self.found = None, -1
-        elif factors.n_refresh != self.found:
-            self.factor, self.found = factors.mean, factors.n_refresh
+            self.factor, self.refreshes_seen = None, -1
+        elif factors.n_refresh != self.refreshes_seen:
+            self.factor, self.refreshes_seen = factors.mean, factors.n_refresh
 
-    def take(self) -> list[StepRow]:
+    def take_rows(self) -> list[StepRow]:
         """Return the rows of the steps since the last call; it waits for the device."""
-        self._read()
+        self._read_waiting()
         rows, self.rows = self.rows, []
         return rows
 
-    def _read(self) -> None:
+    def _read_waiting(self) -> None:
         waiting, self.waiting = self.waiting, []
-        squares, changes = _values([s.square for s in waiting]), _values([s.change for s in waiting])
-        shares_, factors = _values([s.scaled for s in waiting]), _values([s.factor for s in waiting])
-        for at, seen in enumerate(waiting):
-            square, scaled = squares[at], shares_[at]
-            norm = rounded("norm", None if square is None else math.sqrt(square))
+        squares, changes = _read_numbers([s.square for s in waiting]), _read_numbers([s.change for s in waiting])
+        shares, factors = _read_numbers([s.scaled for s in waiting]), _read_numbers([s.factor for s in waiting])
+        for at, unread in enumerate(waiting):
+            square, scaled = squares[at], shares[at]
+            norm = round_value("norm", None if square is None else math.sqrt(square))
             row = StepRow.of_step(
-                samples=seen.samples,
-                batch=seen.batch,
-                lr=seen.lr,
+                samples=unread.samples,
+                batch=unread.batch,
+                lr=unread.lr,
                 norm=norm,
-                delta=changes[at] if seen.change is not None else self._change(norm, seen.batch),
+                delta=changes[at] if unread.change is not None else self._relative_change(norm, unread.batch),
                 scaled=None if scaled is None else bool(scaled),
                 factor=factors[at],
             )
@@ -136,12 +140,12 @@ class Diagnostics:
             if norm is not None:
                 self.newest = row
 
-    def _change(self, norm: float | None, batch: int) -> float | None:
+    def _relative_change(self, norm: float | None, batch: int) -> float | None:
         """Return Delta(G), Eq. 5; the first step of all has none, and against another batch nothing is said."""
-        before = self.newest
-        if norm is None or before is None or not before.last or before.batch != batch:
+        previous = self.newest
+        if norm is None or previous is None or not previous.last or previous.batch != batch:
             return None
-        return float(abs(norm**2 - before.last**2) / before.last**2)
+        return float(abs(norm**2 - previous.last**2) / previous.last**2)
 
     def report(self, trainer: Trainer, *, scaled: float | None) -> dict[str, Any]:
         """Return the numbers of the epoch for its row of metrics.jsonl, and start the next one.
@@ -155,8 +159,8 @@ class Diagnostics:
             are finite; "scaled"; and "factors", the histogram of the factors as they are now: "edges", and "counts" of
             elements (or tensors), one more, with those below and above all edges at its ends.
         """
-        self._read()
-        ags = _acting(trainer)
+        self._read_waiting()
+        ags = _scaling_optimizer(trainer)
         factors = ags.factors.values if ags else []
         norms, changes = self.norms, self.changes
         self.norms, self.changes = [], []
@@ -165,15 +169,15 @@ class Diagnostics:
             "norm": _quantiles(norms),
             "delta": _quantiles(changes),
             "scaled": scaled,
-            "factors": {"edges": list(EDGES), "counts": histogram(factors)} if factors else None,
+            "factors": {"edges": list(EDGES), "counts": count_per_bin(factors)} if factors else None,
         }
 
 
-def _values(found: Sequence[Tensor | float | None]) -> list[float | None]:
+def _read_numbers(numbers: Sequence[Tensor | float | None]) -> list[float | None]:
     """Return numbers that are on the device, all at once."""
-    tensors = [value for value in found if isinstance(value, Tensor)]
+    tensors = [value for value in numbers if isinstance(value, Tensor)]
     read = iter(torch.stack(tensors).double().cpu().tolist() if tensors else ())
-    return [next(read) if isinstance(value, Tensor) else value for value in found]
+    return [next(read) if isinstance(value, Tensor) else value for value in numbers]
 
 
 def _squared_norm(trainer: Trainer) -> Tensor | None:
@@ -184,25 +188,25 @@ def _squared_norm(trainer: Trainer) -> Tensor | None:
     return shares.squared_norm(gradients) if isinstance(trainer.parallel, Sharded) else squared_norm(gradients)
 
 
-def _acting(trainer: Trainer) -> TulaOptimizer | None:
+def _scaling_optimizer(trainer: Trainer) -> TulaOptimizer | None:
     return None if trainer.ags is None or trainer.ags.identity else trainer.ags
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
-    known = torch.tensor(values, dtype=torch.float64)
-    known = known[known.isfinite()]
-    if not len(known):
+    finite = torch.tensor(values, dtype=torch.float64)
+    finite = finite[finite.isfinite()]
+    if not len(finite):
         return None
-    found = torch.quantile(known, torch.tensor(list(QUANTILES.values()), dtype=known.dtype))
-    return dict(zip(QUANTILES, found.tolist(), strict=True))
+    quantiles = torch.quantile(finite, torch.tensor(list(QUANTILES.values()), dtype=finite.dtype))
+    return dict(zip(QUANTILES, quantiles.tolist(), strict=True))
 
 
-def histogram(tensors: Sequence[Tensor]) -> list[int]:
+def count_per_bin(tensors: Sequence[Tensor]) -> list[int]:
     """Return how many elements lie in each bin: len(EDGES) + 1 counts; an edge belongs to the bin above it."""
     total = torch.zeros(len(EDGES) + 1, dtype=torch.int64)
     for tensor in tensors:
         edges = torch.tensor(EDGES, dtype=tensor.dtype, device=tensor.device)
-        for part in tensor.detach().flatten().split(_CHUNK):
-            bins = torch.bucketize(part, edges, out_int32=True, right=True)
+        for chunk in tensor.detach().flatten().split(_CHUNK):
+            bins = torch.bucketize(chunk, edges, out_int32=True, right=True)
             total += torch.bincount(bins, minlength=len(total)).cpu()
     return [int(count) for count in total.tolist()]

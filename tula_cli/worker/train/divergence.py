@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tula_cli.models.loss_level import patience
+from tula_cli.models.loss_level import max_spike_steps
 from tula_cli.optim.parts.shares import share
 from tula_cli.spec.job import lr_scale
 from tula_cli.words import number
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.loop import Step, Trainer
 
-LEAST_SCALE = 1e-4
+MIN_LOSS_SCALE = 1e-4
 """Of fp16's loss, from 65536 on: 30 overflows in a row and no step between them (fairseq's --min-loss-scale)."""
-CALM = (-math.inf, -math.inf)
+NO_RISE = (-math.inf, -math.inf)
 """Levels of a loss that has not blown up; of several ranks the largest counts."""
 
 
@@ -33,37 +33,39 @@ class DivergenceDetector:
         default_factory=list
     )  # with their batch, since the last look, still on the device
     judged: int = 0  # of these, by rank 0
-    blown_up: tuple[float, float] = CALM  # the lowest level of the loss, and that from which it did not come down again
+    blown_up: tuple[float, float] = (
+        NO_RISE  # the lowest level of the loss, and that from which it did not come down again
+    )
     spoilt: bool = False  # weights that are not finite were seen on this rank
 
-    def follow(self, step: Step) -> None:
+    def record_loss(self, step: Step) -> None:
         """Keep the loss of the step that has just been made."""
         self.losses.append((self.trainer.position, step.batch, step.loss))
 
-    def may_save(self) -> bool:
+    def has_finite_weights(self) -> bool:
         """Return whether this rank's weights are finite: a gradient that was not is in them, whatever the loss says."""
         self.spoilt = self.spoilt or not _are_finite(self.trainer.parallel.parameters())
         return not self.spoilt
 
     @property
-    def judges(self) -> bool:
+    def judges_finite_losses(self) -> bool:
         """Return whether finite losses are judged: on rank 0, where the batch grows and a lower learning rate may help."""
-        return self.trainer.ranks.first and self.trainer.spec.train.stages is not None
+        return self.trainer.ranks.is_first and self.trainer.spec.train.stages is not None
 
-    def judge(self) -> None:
+    def update_loss_level(self) -> None:
         """Take the losses since the last time into their level, which tells which checkpoints are from before a rise."""
-        if not self.judges:
+        if not self.judges_finite_losses:
             return
         trainer, steps = self.trainer, self.losses[self.judged :]
         size, epochs = len(trainer.datasets.train), trainer.spec.train.epochs
-        longest = patience(sum(trainer.sizes.ramp.steps(size=size, epochs=epochs).values()))
-        for (at, batch, _), loss in zip(steps, _values(steps), strict=True):
+        longest = max_spike_steps(sum(trainer.sizes.ramp.remaining_steps(size=size, epochs=epochs).values()))
+        for (at, batch, _), loss in zip(steps, _loss_values(steps), strict=True):
             trainer.losses.add(loss, samples=at.samples, lr_factor=lr_scale(trainer.spec, batch))
             if trainer.losses.above >= longest:
                 self.blown_up = (trainer.losses.lowest, trainer.losses.level)
         self.judged = len(self.losses)
 
-    def look(self, *, weights: bool = False) -> str:
+    def describe_divergence(self, *, weights: bool = False) -> str:
         """Return what is not finite, or has blown up, since when, in the same words on every rank; empty where all is well.
 
         Every rank takes part.
@@ -72,45 +74,52 @@ class DivergenceDetector:
             weights: look at them too.
         """
         if weights:
-            self.may_save()
-        self.judge()
+            self.has_finite_weights()
+        self.update_loss_level()
         losses, self.losses, self.judged = self.losses, [], 0
-        seen = [-_first_bad(losses), float(self.spoilt), float(self._scale_has_collapsed()), *self.blown_up]
-        first, spoilt, collapsed, lowest, level = self.trainer.ranks.maxima(seen)  # the earliest step of all ranks
-        if math.isfinite(first):
-            return f"the loss is not finite at {self._place(next(at for at, *_ in losses if at.steps == -first))}"
+        local_values = [
+            -_first_non_finite(losses),
+            float(self.spoilt),
+            float(self._scale_has_collapsed()),
+            *self.blown_up,
+        ]
+        first_step, spoilt, collapsed, lowest, level = self.trainer.ranks.elementwise_max(
+            local_values
+        )  # the earliest step of all ranks
+        if math.isfinite(first_step):
+            return f"the loss is not finite at {self._describe_position(next(at for at, *_ in losses if at.steps == -first_step))}"
         if spoilt:
-            return f"the weights are not finite at {self._place(self.trainer.position)}: a gradient was not"
+            return f"the weights are not finite at {self._describe_position(self.trainer.position)}: a gradient was not"
         if collapsed:
-            return f"the gradient overflows fp16 at every step, up to {self._place(self.trainer.position)}"
+            return f"the gradient overflows fp16 at every step, up to {self._describe_position(self.trainer.position)}"
         if math.isfinite(level):
-            at = self._place(self.trainer.position)
+            at = self._describe_position(self.trainer.position)
             return f"the loss rose from {number(lowest)} and has not recovered: {number(level)} at {at}"
         return ""
 
     def _scale_has_collapsed(self) -> bool:
         scaler = self.trainer.scaler
-        return scaler.is_enabled() and scaler.get_scale() < LEAST_SCALE
+        return scaler.is_enabled() and scaler.get_scale() < MIN_LOSS_SCALE
 
-    def _place(self, at: Position) -> str:
+    def _describe_position(self, at: Position) -> str:
         epoch = at.epoch + at.done / len(self.trainer.datasets.train)
         return f"epoch {epoch:.2f}, step {at.steps}, {at.samples} samples"
 
 
-def _values(steps: list[tuple[Position, int, torch.Tensor]]) -> list[float]:
+def _loss_values(steps: list[tuple[Position, int, torch.Tensor]]) -> list[float]:
     return torch.stack([loss for *_, loss in steps]).tolist() if steps else []
 
 
-def _first_bad(losses: list[tuple[Position, int, torch.Tensor]]) -> float:
+def _first_non_finite(losses: list[tuple[Position, int, torch.Tensor]]) -> float:
     """Return the number of the first step whose loss is not finite; infinity where there is none."""
-    values = zip(losses, _values(losses), strict=True)
+    values = zip(losses, _loss_values(losses), strict=True)
     return next((float(at.steps) for (at, *_), loss in values if not math.isfinite(loss)), math.inf)
 
 
 @torch.no_grad()
 def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether all that is trained is finite; nothing as large as a parameter is allocated for it."""
-    mine = [share(p) for p in parameters if p.requires_grad]
-    trained = [torch.view_as_real(p) if p.is_complex() else p for p in mine if p.numel()]
+    local_tensors = [share(p) for p in parameters if p.requires_grad]
+    trained = [torch.view_as_real(p) if p.is_complex() else p for p in local_tensors if p.numel()]
     bounds = [bound.isfinite() for p in trained for bound in torch.aminmax(p)]
     return bool(torch.stack(bounds).all()) if bounds else True

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.words import perplexity
-from tula_cli.worker.build.batches.calling import is_language, scores
-from tula_cli.worker.build.batches.collate import collated
-from tula_cli.worker.build.compiled import as_written
-from tula_cli.worker.build.norms import norms_of
-from tula_cli.worker.build.sampling import eval_loader
+from tula_cli.worker.build.batches.calling import is_language_model_output, scores_from_outputs
+from tula_cli.worker.build.batches.collate import collate_items
+from tula_cli.worker.build.compiled import without_compilation
+from tula_cli.worker.build.norms import batch_norms_of
+from tula_cli.worker.build.sampling import build_eval_loader
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.judging.own_metrics import OwnMetrics, Shown
+from tula_cli.worker.train.judging.own_metrics import MetricInput, UserMetrics
 from tula_cli.worker.train.loop import Trainer, autocast, to_device
 
 STATISTICS_SAMPLES = 4096
@@ -46,8 +46,8 @@ class Evaluation:
     @property
     def values(self) -> dict[str, float]:
         """Every metric by its name."""
-        known = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "perplexity": self.perplexity}
-        return {**known, **self.own}
+        values = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "perplexity": self.perplexity}
+        return {**values, **self.own}
 
 
 class Evaluator:
@@ -56,8 +56,8 @@ class Evaluator:
     def __init__(self, trainer: Trainer) -> None:
         ranks = trainer.ranks
         self.trainer = trainer
-        self.own = OwnMetrics(trainer.spec.train, ranks)
-        self.loader = eval_loader(
+        self.own = UserMetrics(trainer.spec.train, ranks)
+        self.loader = build_eval_loader(
             trainer.datasets.eval,
             size=len(trainer.datasets.eval),
             rank=ranks.rank,
@@ -69,7 +69,7 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def run(self, max_batches: int | None = None, *, between: Callable[[], None] = lambda: None) -> Evaluation:
+    def evaluate(self, max_batches: int | None = None, *, between: Callable[[], None] = lambda: None) -> Evaluation:
         """Evaluate the whole set, or only some batches of each rank where only the time is wanted.
 
         Args:
@@ -78,32 +78,32 @@ class Evaluator:
         """
         with self.trainer.method.evaluating(self.trainer):
             if self.trainer.method.evaluates_averages and max_batches is None:
-                average_statistics(self.trainer, between=between)
-            return self._run(max_batches, between)
+                average_batch_norm_statistics(self.trainer, between=between)
+            return self._evaluate(max_batches, between)
 
-    def _run(self, max_batches: int | None, between: Callable[[], None]) -> Evaluation:
+    def _evaluate(self, max_batches: int | None, between: Callable[[], None]) -> Evaluation:
         trainer = self.trainer
         # Each rank's BatchNorm has seen its own samples since the last forward; all evaluate rank 0's, which is saved.
         for buffer in trainer.parallel.module.buffers():
             dist.broadcast(buffer, src=0)
         trainer.parallel.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
-        common, most, done = self.batches(trainer.ranks.world - 1), self.batches(0), 0
+        common, most, batches_done = self.batch_count(trainer.ranks.world - 1), self.batch_count(0), 0
         self.own.reset()
         newest: Any = None
         for index, batch in enumerate(self.loader):
             if index == max_batches:
                 break
-            done += 1
-            sums += self._score(to_device(trainer, batch), self._samples(index))
+            batches_done += 1
+            sums += self._score_batch(to_device(trainer, batch), self._batch_size(index))
             newest = batch
             if index < common:
                 between()
-        for _ in range(done, min(most, max_batches or most)):
-            self._take_part(newest)
+        for _ in range(batches_done, min(most, max_batches or most)):
+            self._join_extra_batch(newest)
             self.own.update(None)
         if isinstance(trainer.parallel, Sharded):
-            trainer.parallel.let_go()
+            trainer.parallel.reshard()
         trainer.parallel.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
@@ -111,53 +111,61 @@ class Evaluator:
             return Evaluation(float("nan"), float("nan"), float("nan"), 0, own=unknown)
         mean = loss / samples
         # Of a loss of the user's own nobody knows whether it is the mean logarithm that perplexity is made of.
-        told = perplexity(mean) if language == samples and trainer.call.default else math.nan
-        own = self.own.compute()
-        return Evaluation(mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), told, own)
+        perplexity_value = perplexity(mean) if language == samples and trainer.call.default else math.nan
+        user_metrics = self.own.compute()
+        return Evaluation(
+            mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), perplexity_value, user_metrics
+        )
 
-    def _take_part(self, batch: Any) -> None:
+    def _join_extra_batch(self, batch: Any) -> None:
         """Compute along with ranks that have one batch more, where they need this rank's shares of the model."""
         trainer = self.trainer
         if not isinstance(trainer.parallel, Sharded):
             return
         if batch is None:  # fewer samples than ranks
-            batch = collated(trainer.datasets.collate, trainer.datasets.train.first(1))
-        with as_written(trainer.spec.train), autocast(trainer):
-            trainer.call.outputs(trainer.parallel.module, to_device(trainer, batch))
+            batch = collate_items(trainer.datasets.collate, trainer.datasets.train.first_samples(1))
+        with without_compilation(trainer.spec.train), autocast(trainer):
+            trainer.call.compute_outputs(trainer.parallel.module, to_device(trainer, batch))
 
-    def _share(self, rank: int) -> int:
+    def _sample_count(self, rank: int) -> int:
         """Return a rank's samples."""
         return len(range(rank, len(self.trainer.datasets.eval), self.trainer.ranks.world))
 
-    def batches(self, rank: int) -> int:
+    def batch_count(self, rank: int) -> int:
         """Return how many batches a rank has: the first ranks may have one more than the last."""
-        return math.ceil(self._share(rank) / self.trainer.largest_micro_batch)
+        return math.ceil(self._sample_count(rank) / self.trainer.largest_micro_batch)
 
-    def _samples(self, index: int) -> int:
+    def _batch_size(self, index: int) -> int:
         """Return how many samples this rank's batch of this number has; the last one may have fewer than the others."""
         size = self.trainer.largest_micro_batch
-        return min(size, self._share(self.trainer.ranks.rank) - index * size)
+        return min(size, self._sample_count(self.trainer.ranks.rank) - index * size)
 
-    def _score(self, batch: Any, count: int) -> torch.Tensor:
+    def _score_batch(self, batch: Any, count: int) -> torch.Tensor:
         """Return (loss, top-1 hits, top-5 hits, samples, samples of language) summed over a batch of `count` samples."""
         trainer = self.trainer
         odd = count != trainer.largest_micro_batch  # the last batch, which is not worth a compilation
-        with as_written(trainer.spec.train) if odd else contextlib.nullcontext(), autocast(trainer):
-            outputs = trainer.call.outputs(trainer.parallel.module, batch)
-            loss = trainer.call.loss_of(outputs, batch)
-        guesses, targets = scores(outputs), trainer.call.target(batch)
-        self.own.update(Shown(outputs, scores=guesses, target=targets, batch=batch, samples=count))
+        with without_compilation(trainer.spec.train) if odd else contextlib.nullcontext(), autocast(trainer):
+            outputs = trainer.call.compute_outputs(trainer.parallel.module, batch)
+            loss = trainer.call.loss_from_outputs(outputs, batch)
+        guesses, targets = scores_from_outputs(outputs), trainer.call.target_of(batch)
+        self.own.update(MetricInput(outputs, scores=guesses, target=targets, batch=batch, samples=count))
         if not _is_classification(guesses, targets):
             hits1 = hits5 = torch.tensor(float("nan"))
         else:
             best = guesses.topk(min(5, guesses.shape[1]), dim=1).indices
             match = best == targets[:, None]
             hits1, hits5 = match[:, 0].sum(), match.any(dim=1).sum()
-        told = (loss * count, hits1, hits5, torch.tensor(count), torch.tensor(count * is_language(guesses, targets)))
-        return torch.stack([value.double().to(trainer.ranks.device) for value in told])
+        scores = (
+            loss * count,
+            hits1,
+            hits5,
+            torch.tensor(count),
+            torch.tensor(count * is_language_model_output(guesses, targets)),
+        )
+        return torch.stack([value.double().to(trainer.ranks.device) for value in scores])
 
 
-def average_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda: None) -> None:
+def average_batch_norm_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda: None) -> None:
     """Take BatchNorm's statistics anew at the weights that are in the model, the same on all ranks, which all take part.
 
     They are those of the training batches that come next: a run that has to leave in between, or is resumed, finds the
@@ -168,7 +176,7 @@ def average_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda
     batches = max(1, samples // (ranks.world * trainer.micro_batch))
     with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
         seed_torch(stable_seed(trainer.spec.train.seed, _STREAM, trainer.position.samples, ranks.rank), ranks.device)
-        norms = renew_statistics(trainer, batches=batches, between=between)
+        norms = recompute_batch_norm_statistics(trainer, batches=batches, between=between)
     for norm in norms:
         for mean in (norm.running_mean, norm.running_var):
             assert mean is not None
@@ -177,7 +185,7 @@ def average_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda
 
 
 @torch.no_grad()
-def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], None]) -> list[_BatchNorm]:
+def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: Callable[[], None]) -> list[_BatchNorm]:
     """Average this rank's statistics of BatchNorm anew over so many of its next training micro-batches.
 
     Means over batches of their means and (unbiased) variances, as torch.optim.swa_utils.update_bn takes them. Nothing
@@ -191,26 +199,28 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
     Returns:
         The modules; none where the model has none, and then no batch is loaded.
     """
-    norms = [norm for norm in norms_of(trainer.parallel) if norm.track_running_stats]
+    norms = [norm for norm in batch_norms_of(trainer.parallel) if norm.track_running_stats]
     if not norms:
         return []
-    found = set(norms)
-    others = [b for module in trainer.parallel.modules() if module not in found for b in module.buffers(recurse=False)]
-    kept, momenta = [buffer.clone() for buffer in others], [norm.momentum for norm in norms]
+    norm_modules = set(norms)
+    other_buffers = [
+        b for module in trainer.parallel.modules() if module not in norm_modules for b in module.buffers(recurse=False)
+    ]
+    buffers, momenta = [buffer.clone() for buffer in other_buffers], [norm.momentum for norm in norms]
     trainer.parallel.train()
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
     try:
-        with contextlib.closing(worker_train_loop.upcoming(trainer)) as stream:
+        with contextlib.closing(worker_train_loop.upcoming_micro_batches(trainer)) as stream:
             for batch in itertools.islice(stream, batches):
-                with as_written(trainer.spec.train), autocast(trainer):
-                    trainer.call.outputs(trainer.parallel.module, batch)
+                with without_compilation(trainer.spec.train), autocast(trainer):
+                    trainer.call.compute_outputs(trainer.parallel.module, batch)
                 between()
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        for buffer, value in zip(others, kept, strict=True):
+        for buffer, value in zip(other_buffers, buffers, strict=True):
             buffer.copy_(value)
     return norms
 

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import SpecError
 from tula_cli.worker.build.batches.calling import ModelCall
-from tula_cli.worker.build.compiled import as_written
-from tula_cli.worker.build.sampling import fixed_loader, permutation
+from tula_cli.worker.build.compiled import without_compilation
+from tula_cli.worker.build.sampling import build_fixed_loader, permutation
 from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
@@ -33,10 +33,10 @@ from tula_cli.worker.train.loop import Trainer
 TOLERANCE = 0.05
 """Bound on the error of an eigenvalue, as a share of the largest magnitude of one, that ends the iteration."""
 MAX_ITERATIONS = 100
-FAILURE = 0.01
+FAILURE_PROBABILITY = 0.01
 """Probability, over the random start, that an error is above its bound."""
 
-_SHARE = 4  # a double backward holds about so many times the memory of a training step with as many samples
+_MEMORY_RATIO = 4  # a double backward holds about so many times the memory of a training step with as many samples
 _STREAM = 0x4E55  # parts this module's random numbers from the job's others
 
 _NO_SECOND_DERIVATIVE = re.compile(
@@ -86,7 +86,7 @@ def step_size_bound(smoothness: float, s_min: float, s_max: float) -> float | No
     return 2 * s_min / (smoothness * s_max**2) if smoothness > 0 else None
 
 
-def lemma_1(trainer: Trainer, smoothness: float) -> dict[str, float | None]:
+def lemma_1_terms(trainer: Trainer, smoothness: float) -> dict[str, float | None]:
     """Return what Lemma 1 needs and says, as a row of metrics.jsonl holds it.
 
     `s_min` and `s_max` are the interval of what gradients are multiplied by, unscaled steps included.
@@ -96,7 +96,7 @@ def lemma_1(trainer: Trainer, smoothness: float) -> dict[str, float | None]:
     return {"s_min": low, "s_max": high, "lr": trainer.lr, "lr_bound": step_size_bound(smoothness, low, high)}
 
 
-def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lambda: None) -> Curvature:
+def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], None] = lambda: None) -> Curvature:
     """Measure the curvature at the trainer's weights; every rank takes its share of the samples, all return the same.
 
     Args:
@@ -108,7 +108,7 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
         SpecError: a layer has no second derivative.
     """
     began = time.monotonic()
-    with _unchanged(trainer.parallel.module), _graphs_allowed(), as_written(trainer.spec.train):
+    with _restore_afterwards(trainer.parallel.module), _plain_attention(), without_compilation(trainer.spec.train):
         batches = _batches(trainer, samples)
         surface = LossSurface(
             trainer.parallel.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed
@@ -120,15 +120,15 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
             between()
             return result
 
-        found = lanczos(product, surface.direction())
+        extremes = lanczos(product, surface.direction())
     return Curvature(
-        eigenvalue=found.largest,
-        smoothness=found.magnitude,
-        error=found.error,
+        eigenvalue=extremes.largest,
+        smoothness=extremes.magnitude,
+        error=extremes.error,
         gradient_norm=_norm(gradient),
         loss=loss,
-        iterations=found.iterations,
-        converged=found.converged,
+        iterations=extremes.iterations,
+        converged=extremes.converged,
         batch=surface.samples,
         seconds=time.monotonic() - began,
     )
@@ -141,7 +141,7 @@ def lanczos(product: Product, start: Tensor, *, tolerance: float = TOLERANCE, mo
     """Return both ends of the spectrum of a symmetric operator, with at most `most` products.
 
     A residual |Hv - rv| does not tell when to end: it is small beside any eigenvalue, an inner one too. So the bound is
-    that for a random start: after k products neither end is missed by more than `missed_share` of the spectrum's width,
+    that for a random start: after k products neither end is missed by more than `missed_share_bound` of the spectrum's width,
     whatever the spectrum. Fewer products do where they span all that the start is made of. Three vectors are held;
     nothing is made orthogonal again, which finds eigenvalues more than once and the extreme ones no later (Paige 1980).
 
@@ -152,48 +152,48 @@ def lanczos(product: Product, start: Tensor, *, tolerance: float = TOLERANCE, mo
         most: products.
     """
     rounding = 10 * torch.finfo(start.dtype).eps
-    size, vector, before, beta = len(start), start / torch.linalg.vector_norm(start), torch.zeros_like(start), 0.0
+    size, vector, previous, beta = len(start), start / torch.linalg.vector_norm(start), torch.zeros_like(start), 0.0
     del start  # it is as large as all that is trained
     diagonal: list[float] = []
-    beside: list[float] = []
+    off_diagonal: list[float] = []
     for count in itertools.count(1):
-        image = product(vector).sub_(before, alpha=beta)
+        image = product(vector).sub_(previous, alpha=beta)
         diagonal.append(float(torch.dot(vector, image)))
         beta = _norm(image.sub_(vector, alpha=diagonal[-1]))
         if not math.isfinite(beta):
             return Extremes(math.nan, math.nan, math.inf, count, converged=False)
-        smallest, largest = _ends(diagonal, beside)
+        smallest, largest = _tridiagonal_ends(diagonal, off_diagonal)
         magnitude = max(abs(smallest), abs(largest))
         exhausted = beta <= rounding * magnitude
-        error = rounding * magnitude if exhausted else _error(count, size, largest - smallest)
+        error = rounding * magnitude if exhausted else _error_bound(count, size, largest - smallest)
         if (converged := error <= tolerance * magnitude) or count == most:
             return Extremes(largest, smallest, error, count, converged)
-        before, vector = vector, image.div_(beta)
-        beside.append(beta)
+        previous, vector = vector, image.div_(beta)
+        off_diagonal.append(beta)
     raise AssertionError("the iteration has an end")
 
 
-def missed_share(products: int, size: int) -> float:
+def missed_share_bound(products: int, size: int) -> float:
     """Return the share of a spectrum's width that so many products miss at each end at most, with probability 1 - FAILURE.
 
     Kuczynski and Wozniakowski 1992, Theorem 4.2: for a start uniform on the sphere in R^n, the largest eigenvalue of a
     positive operator is missed by more than the share s with probability 1.648 sqrt(n) exp(-sqrt(s) (2k - 1)) at most.
     A shift makes every operator positive, with the width as its largest eigenvalue; each end has half of FAILURE.
     """
-    return (math.log(2 * 1.648 * math.sqrt(size) / FAILURE) / (2 * products - 1)) ** 2
+    return (math.log(2 * 1.648 * math.sqrt(size) / FAILURE_PROBABILITY) / (2 * products - 1)) ** 2
 
 
-def _error(products: int, size: int, width: float) -> float:
+def _error_bound(products: int, size: int, width: float) -> float:
     """Return the bound on the error of both ends, where they are `width` apart as they were found."""
-    share = missed_share(products, size)
+    share = missed_share_bound(products, size)
     return share * width / (1 - 2 * share) if share < 0.5 else math.inf
 
 
-def _ends(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+def _tridiagonal_ends(diagonal: Sequence[float], off_diagonal: Sequence[float]) -> tuple[float, float]:
     """Return the smallest and the largest eigenvalue of a symmetric tridiagonal matrix."""
     matrix = torch.tensor(diagonal, dtype=torch.float64).diag()
-    if beside:
-        matrix += torch.tensor(beside, dtype=torch.float64).diag(-1)  # eigvalsh reads the lower triangle
+    if off_diagonal:
+        matrix += torch.tensor(off_diagonal, dtype=torch.float64).diag(-1)  # eigvalsh reads the lower triangle
     values = torch.linalg.eigvalsh(matrix)
     return float(values[0]), float(values[-1])
 
@@ -235,7 +235,7 @@ class LossSurface:
         for weight, value in self._losses():
             total.add_(self._flat(torch.autograd.grad(value, self.parameters, allow_unused=True)), alpha=weight)
             loss += weight * float(value.detach())
-        return self.ranks.sum([loss])[0], self._summed(total)
+        return self.ranks.sum([loss])[0], self._sum_over_ranks(total)
 
     def product(self, vector: Tensor) -> Tensor:
         """Return the Hessian times a vector.
@@ -247,13 +247,13 @@ class LossSurface:
         pieces = self._split(vector)
         for weight, value in self._losses():
             try:
-                total.add_(self._flat(self._second(value, pieces)), alpha=weight)
+                total.add_(self._flat(self._second_derivative(value, pieces)), alpha=weight)
             except RuntimeError as error:
                 _explain(error)
                 raise
-        return self._summed(total)
+        return self._sum_over_ranks(total)
 
-    def _second(self, loss: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def _second_derivative(self, loss: Tensor, pieces: Sequence[Tensor]) -> Sequence[Tensor | None]:
         first = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
         _refuse_dead_ends(first)
         # A gradient that depends on no parameter is constant: its part of the Hessian is zero.
@@ -268,7 +268,7 @@ class LossSurface:
         for count, batch in self.batches:
             seed_torch(stable_seed(self.seed, _STREAM, self.ranks.rank), self.ranks.device)
             with torch.enable_grad():
-                yield count / self.samples, self.call.taken(self.model, batch)
+                yield count / self.samples, self.call.compute_loss(self.model, batch)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -279,8 +279,8 @@ class LossSurface:
         size = sum(p.numel() for p in self.parameters)
         return torch.zeros(size, dtype=self._dtype, device=self.ranks.device)
 
-    def _flat(self, parts: Sequence[Tensor | None]) -> Tensor:
-        pairs = zip(parts, self.parameters, strict=True)
+    def _flat(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        pairs = zip(tensors, self.parameters, strict=True)
         return torch.cat(
             [(torch.zeros_like(p) if g is None else g).detach().flatten().to(self._dtype) for g, p in pairs]
         )
@@ -289,7 +289,7 @@ class LossSurface:
         pieces = vector.split([p.numel() for p in self.parameters])
         return [piece.view_as(p).to(p.dtype) for piece, p in zip(pieces, self.parameters, strict=True)]
 
-    def _summed(self, vector: Tensor) -> Tensor:
+    def _sum_over_ranks(self, vector: Tensor) -> Tensor:
         if self.ranks.world > 1:
             dist.all_reduce(vector)
         return vector
@@ -300,10 +300,10 @@ def _batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     ranks, seed, size = trainer.ranks, trainer.spec.train.seed, len(trainer.datasets.train)
     order = permutation(size, seed=stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
     keys = [(0, index) for index in order[ranks.rank :: ranks.world]]
-    batch = max(1, trainer.micro_batch // _SHARE)
+    batch = max(1, trainer.micro_batch // _MEMORY_RATIO)
     samples_by_number = trainer.datasets.train
     assert not isinstance(samples_by_number, StreamedDataset), "refused where the datasets are built"
-    loader = fixed_loader(
+    loader = build_fixed_loader(
         samples_by_number, keys, batch=batch, workers=trainer.workers, collate=trainer.datasets.collate
     )
     counts = (min(batch, len(keys) - start) for start in range(0, len(keys), batch))
@@ -320,14 +320,14 @@ def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:
     Nothing leads from there to the weights, so that autograd would leave that part out without a word.
     """
     waiting = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
-    seen = set(waiting)
+    visited = set(waiting)
     while waiting:
         node = waiting.pop()
         if node.name().endswith("Error"):
             raise _no_second_derivative("its backward is marked @once_differentiable")
-        found = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= found
-        waiting.extend(found)
+        next_nodes = {after for after, _ in node.next_functions if after is not None} - visited
+        visited |= next_nodes
+        waiting.extend(next_nodes)
 
 
 def _explain(error: RuntimeError) -> None:
@@ -344,7 +344,7 @@ def _no_second_derivative(why: str) -> SpecError:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def _restore_afterwards(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; outside the modes, buffers and random numbers of before."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -362,7 +362,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _graphs_allowed() -> Iterator[None]:
+def _plain_attention() -> Iterator[None]:
     """Attention by plain products: the fast kernels have no second derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

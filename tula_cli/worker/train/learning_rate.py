@@ -9,7 +9,7 @@ from tula_cli.errors import JobFailed
 from tula_cli.plugins import is_import_string, load
 from tula_cli.spec.job import JobSpec, lr_scale, reference_rate, warmup_epochs
 from tula_cli.spec.schedules import scheduled, warmup_factor
-from tula_cli.worker.build.construct import accepts, construct
+from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
 
 
 def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
@@ -27,44 +27,48 @@ def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
     if epoch < warmup:
         base *= warmup_factor(epoch, warmup, scale)
     if is_import_string(spec.schedule.kind):
-        return base * own_factor(spec)(epoch)
+        return base * user_schedule_factor(spec)(epoch)
     return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
 
-def own_factor(spec: JobSpec) -> Callable[[float], float]:
+def user_schedule_factor(spec: JobSpec) -> Callable[[float], float]:
     """Return the user's own schedule: a factor of the learning rate at epochs done, 0 to those of the training.
 
     Raises:
         SpecError: it cannot be imported or built. JobFailed, when it is called: it fails, or returns no number from 0 on.
     """
-    return _own_factor(spec.schedule.kind, json.dumps(spec.schedule.args), spec.train.epochs)
+    return _load_user_schedule(spec.schedule.kind, json.dumps(spec.schedule.args), spec.train.epochs)
 
 
-def try_schedule(spec: JobSpec) -> None:
-    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end; `own_factor`'s errors."""
+def check_user_schedule(spec: JobSpec) -> None:
+    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end; `user_schedule_factor`'s errors."""
     if is_import_string(spec.schedule.kind):
         for epoch in (0.0, spec.train.epochs / 2, float(spec.train.epochs)):
-            own_factor(spec)(epoch)
+            user_schedule_factor(spec)(epoch)
 
 
 @functools.lru_cache(maxsize=8)
-def _own_factor(name: str, args: str, epochs: int) -> Callable[[float], float]:
-    target, own = load(name, {}, kind="schedule"), json.loads(args)
-    if "epochs" not in own and accepts(target, "epochs"):
-        own["epochs"] = epochs
+def _load_user_schedule(name: str, args: str, epochs: int) -> Callable[[float], float]:
+    target, arguments = load(name, {}, kind="schedule"), json.loads(args)
+    if "epochs" not in arguments and accepts_argument(target, "epochs"):
+        arguments["epochs"] = epochs
     is_class = isinstance(target, type)
-    made = construct(target, own, path="schedule.args", name=name) if is_class else functools.partial(target, **own)
+    schedule = (
+        call_with_arguments(target, arguments, path="schedule.args", name=name)
+        if is_class
+        else functools.partial(target, **arguments)
+    )
 
     def factor(epoch: float) -> float:
         try:
-            found = float(made(epoch))
+            value = float(schedule(epoch))
         except Exception as error:  # whatever the user's code raises
             raise JobFailed(f"schedule {name} fails at epoch {epoch:g}: {type(error).__name__}: {error}") from error
-        if not (math.isfinite(found) and found >= 0):
+        if not (math.isfinite(value) and value >= 0):
             raise JobFailed(
-                f"schedule {name} returns {found} at epoch {epoch:g}",
+                f"schedule {name} returns {value} at epoch {epoch:g}",
                 "a factor of the learning rate is a number from 0 on",
             )
-        return found
+        return value
 
     return factor

@@ -21,23 +21,23 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
-from tula_cli.worker.build.batches.sizes import Sizes
-from tula_cli.worker.build.batches.tree import cut
-from tula_cli.worker.build.compiled import as_written, compile_
+from tula_cli.worker.build.batches.sizes import BatchSizes
+from tula_cli.worker.build.batches.tree import slice_batch
+from tula_cli.worker.build.compiled import compile_model, without_compilation
 from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.ghost import apply_ghost_batch_norm
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.sampling import Batches, Position, train_loader
-from tula_cli.worker.device import Clock, Mark, bring, lay_channels_last, wants_channels_last
+from tula_cli.worker.build.sampling import MicroBatchSampler, Position, build_train_loader
+from tula_cli.worker.device import Clock, Mark, bring, should_use_channels_last, to_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.parallel.sharded import Sharded
-from tula_cli.worker.parallel.wrapping import Parallel, wrapped
+from tula_cli.worker.parallel.wrapping import Parallel, wrap_model
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.learning_rate import learning_rate
-from tula_cli.worker.train.sizes.dividing import sizes_of
+from tula_cli.worker.train.sizes.dividing import batch_sizes_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -70,7 +70,7 @@ class Trainer:
     scaler: torch.amp.GradScaler
     loss: LossFunction
     call: ModelCall
-    sizes: Sizes  # the batches, of which `position` tells the one in use
+    sizes: BatchSizes  # the batches, of which `position` tells the one in use
     workers: int
     clock: Clock
     lr_ratios: Sequence[float]  # of each parameter group's learning rate to the spec's
@@ -90,14 +90,14 @@ class Trainer:
     last_batch: Any = None
 
     @property
-    def passed(self) -> int:
+    def samples_passed(self) -> int:
         """Samples of whole epochs, with what their ends leave out, and those done of the one under way."""
         return self.position.epoch * len(self.datasets.train) + self.position.done
 
     @property
     def batch(self) -> int:
         """The global batch of the coming step."""
-        return self.sizes.ramp.batch_at(self.passed)
+        return self.sizes.ramp.batch_at(self.samples_passed)
 
     @property
     def splits(self) -> int:
@@ -109,16 +109,16 @@ class Trainer:
         """The beta2 of each parameter group in the coming step; empty: they stay as they are."""
         return self.beta2s_at[self.batch]
 
-    def move(self, position: Position) -> None:
+    def move_to(self, position: Position) -> None:
         """Go to a position; where that has another batch, what depends on it follows."""
-        before, self.position = self.batch, position
-        if self.batch != before:
+        previous_batch, self.position = self.batch, position
+        if self.batch != previous_batch:
             self.method.change_batch(self)
 
-    def follow(self, ramp: Ramp) -> None:
+    def use_ramp(self, ramp: Ramp) -> None:
         """Have other stages from here on; the batch in use is the same."""
-        before, self.sizes = self.batch, replace(self.sizes, ramp=ramp)
-        assert self.batch == before
+        previous_batch, self.sizes = self.batch, replace(self.sizes, ramp=ramp)
+        assert self.batch == previous_batch
 
     @property
     def local_batch(self) -> int:
@@ -158,7 +158,9 @@ class Trainer:
         return self.position.epoch + self.position.done / len(self.datasets.train)
 
 
-def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, workers: Workers, refresh: bool) -> Trainer:
+def build_trainer(
+    task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, workers: Workers, refresh: bool
+) -> Trainer:
     """Build the trainer of a task at a global batch.
 
     Args:
@@ -168,7 +170,7 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
         SpecError: the batch does not divide among ranks and micro-batches, or is larger than the dataset.
     """
     spec = task.spec
-    sizes = sizes_of(task, batch=batch, world=ranks.world, dataset_size=len(datasets.train))
+    sizes = batch_sizes_of(task, batch=batch, world=ranks.world, dataset_size=len(datasets.train))
     seed_torch(stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes)
     if not spec.train.sharded:  # shares are moved a block at a time
@@ -177,13 +179,13 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
         apply_ghost_batch_norm(model, spec.train.ghost_batch)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
-    channels_last = wants_channels_last(spec.train, model, ranks.device)
+    channels_last = should_use_channels_last(spec.train, model, ranks.device)
     if channels_last:
-        lay_channels_last(model)
-    loss = _loss(spec, ranks.device)
+        to_channels_last(model)
+    loss = _build_loss(spec, ranks.device)
     call = zoo.model_call(spec, model, loss)
-    compile_(model, spec.train, shapes=len(sizes.splits))
-    parallel = wrapped(model, spec.train, ranks.device)
+    compile_model(model, spec.train, shapes=len(sizes.splits))
+    parallel = wrap_model(model, spec.train, ranks.device)
     method = method_of(spec)
     base = method.base(spec, parameter_groups(spec.optimizer, model))
     return Trainer(
@@ -200,20 +202,20 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
         sizes=sizes,
         workers=spec.train.loaders(ranks.cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
-        lr_ratios=zoo.lr_ratios(base, spec.optimizer.lr),
-        beta2s_at={batch: zoo.beta2s(base, spec, batch) for batch in sizes.splits},
+        lr_ratios=zoo.lr_ratios_of(base, spec.optimizer.lr),
+        beta2s_at={batch: zoo.beta2_by_group(base, spec, batch) for batch in sizes.splits},
         channels_last=channels_last,
         refresh_each_epoch=refresh,
     )
 
 
-def _loss(spec: JobSpec, device: torch.device) -> LossFunction:
+def _build_loss(spec: JobSpec, device: torch.device) -> LossFunction:
     """Return the loss; one that is a module may hold tensors, such as class weights."""
     loss = zoo.build_loss(spec)
     return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
-def steps(trainer: Trainer) -> Generator[Step, None, None]:
+def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
     """Train from the trainer's position to the last epoch, yielding after each optimizer step.
 
     The time between a step's `start` and `end` is whole wall time: waiting for data, forward, backward, synchronisation
@@ -221,34 +223,34 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
     """
     size = len(trainer.datasets.train)
     epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
-    stream, ramp = loaded(trainer, epochs), trainer.sizes.ramp
+    stream, ramp = load_micro_batches(trainer, epochs), trainer.sizes.ramp
     trainer.parallel.train()
     while (position := trainer.position).epoch < epochs:
         if trainer.sizes.ramp is not ramp:  # what was read ahead is of other batches
-            stream, ramp = loaded(trainer, epochs), trainer.sizes.ramp
-        stages = list(trainer.sizes.ramp.of_epoch(position.epoch, done=position.done, size=size))
-        left = sum(count for _, count in stages)
+            stream, ramp = load_micro_batches(trainer, epochs), trainer.sizes.ramp
+        stages = list(trainer.sizes.ramp.steps_of_epoch(position.epoch, samples_done=position.done, size=size))
+        remaining = sum(count for _, count in stages)
         for _, count in stages:
             if trainer.ags and trainer.refresh_each_epoch:
-                trainer.ags.start_epoch(left, rest=trainer.position.done > 0)
+                trainer.ags.start_epoch(remaining, rest=trainer.position.done > 0)
             for _ in range(count):
-                left -= 1
-                yield _stepped(trainer, stream, epoch_ends=left == 0)
+                remaining -= 1
+                yield _take_step(trainer, stream, epoch_ends=remaining == 0)
         if not stages:  # resumed where less than one batch is left of the epoch
-            trainer.move(position.next_epoch())
+            trainer.move_to(position.next_epoch())
 
 
-def _stepped(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
+def _take_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     """Take a step, and go on by it."""
     step = _step(trainer, stream, epoch_ends=epoch_ends)
     position = trainer.position.advance(step.batch)
-    trainer.move(position.next_epoch() if epoch_ends else position)
+    trainer.move_to(position.next_epoch() if epoch_ends else position)
     return step
 
 
-def loaded(trainer: Trainer, epochs: int, ramp: Ramp | None = None) -> Iterator[Any]:
+def load_micro_batches(trainer: Trainer, epochs: int, ramp: Ramp | None = None) -> Iterator[Any]:
     """Return this rank's micro-batches from the trainer's position to the end of `epochs`; None: of its own batches."""
-    batches = Batches(
+    batches = MicroBatchSampler(
         len(trainer.datasets.train),
         ramp=ramp or trainer.sizes.ramp,
         parts=trainer.sizes.parts,
@@ -261,13 +263,13 @@ def loaded(trainer: Trainer, epochs: int, ramp: Ramp | None = None) -> Iterator[
     )
     pin = trainer.ranks.device.type == "cuda"
     return iter(
-        train_loader(
+        build_train_loader(
             trainer.datasets.train, batches, workers=trainer.workers, pin=pin, collate=trainer.datasets.collate
         )
     )
 
 
-def cached(trainer: Trainer) -> Iterator[Step]:
+def cached_steps(trainer: Trainer) -> Iterator[Step]:
     """Yield steps on the newest micro-batch, which is on the device, again and again: none of them waits for data."""
     assert trainer.last_batch is not None
     while True:
@@ -279,9 +281,9 @@ def step_on(trainer: Trainer, batch: Any) -> Step:
     return _step(trainer, itertools.repeat(batch), epoch_ends=False)
 
 
-def upcoming(trainer: Trainer) -> Generator[Any, None, None]:
+def upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
     """Yield the micro-batches that would be trained next at the batch in use, over two epochs at most."""
-    for batch in loaded(trainer, trainer.position.epoch + 2, Ramp.constant(trainer.batch)):
+    for batch in load_micro_batches(trainer, trainer.position.epoch + 2, Ramp.constant(trainer.batch)):
         yield to_device(trainer, batch)
 
 
@@ -296,7 +298,7 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     seed_torch(seed, trainer.ranks.device)
     trainer.method.before_backward(trainer)
     loss, loaded = _backward(trainer, stream, start)
-    refreshed = _refresh(trainer)
+    refreshed = _refresh_method(trainer)
     _update(trainer)
     trainer.method.after_step(trainer)
     return Step(loss, trainer.batch, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
@@ -304,20 +306,20 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
 
 def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:
     """Accumulate the gradient of one local batch; only the last micro-batch is synchronised."""
-    parts, splits = trainer.parts, trainer.splits
+    micro_batches, splits = trainer.parts, trainer.splits
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
-    for part in range(parts):
+    for index in range(micro_batches):
         batch = to_device(trainer, next(stream))  # the batch before is let go at once
-        if part == 0:
+        if index == 0:
             loaded = trainer.clock.mark()
-        if part <= parts - splits:
+        if index <= micro_batches - splits:
             trainer.last_batch = batch
-        last = part == parts - 1
-        with nullcontext() if last and trainer.synchronise else trainer.parallel.no_sync():
+        is_last = index == micro_batches - 1
+        with nullcontext() if is_last and trainer.synchronise else trainer.parallel.no_sync():
             with autocast(trainer):
-                loss = trainer.call.taken(trainer.parallel, batch) / parts
+                loss = trainer.call.compute_loss(trainer.parallel, batch) / micro_batches
             trainer.scaler.scale(loss).backward()
-        if part == splits - 1:
+        if index == splits - 1:
             trainer.method.after_first_backward(trainer)
         total += loss.detach()
     if trainer.on_backward:
@@ -327,7 +329,7 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
     return total, loaded
 
 
-def _refresh(trainer: Trainer) -> bool:
+def _refresh_method(trainer: Trainer) -> bool:
     """Let the method do what only some steps do, with the finished gradient; return whether it did."""
     assert trainer.last_batch is not None
     samples = trainer.micro_batch
@@ -336,9 +338,9 @@ def _refresh(trainer: Trainer) -> bool:
 
     def small_loss(count: int) -> torch.Tensor:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"
-        small = cut(trainer.last_batch, samples=samples, stop=count, own=trainer.datasets.collate is not None)
-        with nullcontext() if each_step else as_written(trainer.spec.train), autocast(trainer):
-            return trainer.call.taken(trainer.parallel.module, small)
+        small = slice_batch(trainer.last_batch, samples=samples, stop=count, own=trainer.datasets.collate is not None)
+        with nullcontext() if each_step else without_compilation(trainer.spec.train), autocast(trainer):
+            return trainer.call.compute_loss(trainer.parallel.module, small)
 
     return trainer.method.refresh(trainer, small_loss)
 
@@ -349,7 +351,7 @@ def _update(trainer: Trainer) -> None:
         return
     if not trainer.synchronise:  # AGS's consensus would synchronise
         if isinstance(trainer.parallel, Sharded):
-            trainer.parallel.stand_in(trainer.base)
+            trainer.parallel.replace_gradients(trainer.base)
         trainer.scaler.step(trainer.method.local_stepper(trainer))
         trainer.scaler.update()
         trainer.base.zero_grad()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, open_file, read_lines, write_atomic
 from tula_cli.run.records.tasks import TrainTask
@@ -20,21 +20,21 @@ LOG_SECONDS = 1.0
 """At most one step row a second: enough for a live view, little enough for a shared file system."""
 
 
-class Metrics:
+class MetricsFile:
     """metrics.jsonl: one JSON object a line, appended by rank 0; other ranks write nothing.
 
     Rows beyond `samples`, where the run resumes, are dropped: those steps are trained again. A damaged row before that is
     kept: `tula status` names it as long as it is there.
     """
 
-    def __init__(self, run: RunDir, task: TrainTask, *, first: bool, samples: int) -> None:
+    def __init__(self, run: RunDir, task: TrainTask, *, is_first: bool, samples: int) -> None:
         self.path = run.training(task.signature).metrics_path
-        self.run, self.task, self.first, self.samples = run, task, first, samples
+        self.run, self.task, self.first, self.samples = run, task, is_first, samples
         self.steps = StepFile(run.training(task.signature))  # of every one
 
-    def __enter__(self) -> "Metrics":
+    def __enter__(self) -> "MetricsFile":
         if self.first:
-            self._cut()
+            self._drop_later_rows()
             self.steps.resume(self.samples)
         return self
 
@@ -43,19 +43,19 @@ class Metrics:
     ) -> None:
         self.steps.add([], close=True)  # also of a training that has broken down: its last steps tell why
 
-    def _cut(self) -> None:
+    def _drop_later_rows(self) -> None:
         if not self.path.exists():
             return
-        kept: list[bytes] = []
+        retained: list[bytes] = []
         damaged: list[bytes] = []  # since the last row that is kept
         with open_file(self.path) as file:
             for line in read_lines(file):
                 if not is_row(line):
                     damaged.append(line.strip(b"\0\n") + b"\n")
                 elif json.loads(line).get("samples", 0) <= self.samples:
-                    kept += [*damaged, line]
+                    retained += [*damaged, line]
                     damaged.clear()
-        write_atomic(self.path, b"".join(kept))
+        write_atomic(self.path, b"".join(retained))
 
     def add(self, kind: str, position: Position, epoch: float, **values: Any) -> None:
         if not self.first:
@@ -65,31 +65,36 @@ class Metrics:
             "time": time.time(),
             "samples": position.samples,
             "epoch": epoch,
-            **values_without_secrets(_plain(values)),
+            **values_without_secrets(_replace_non_finite(values)),
         }
         append_json_line(self.path, row)
 
 
-def step_time_of(rows: Iterable[dict[str, Any]], place: tuple[int, int, int]) -> float | None:
+def mean_step_time(rows: Iterable[dict[str, Any]], configuration: tuple[int, int, int]) -> float | None:
     """Return the step time (s) over all epochs at these nodes, batch and micro-batch, of whatever attempt; None without any.
 
     A late epoch alone may have two steps, and another speed than the training that the prediction is of.
     """
-    alike, found = False, []
-    _, own, micro_batch = place
+    alike, times = False, []
+    _, own_batch, micro_batch = configuration
     for row in rows:
         if row["kind"] == "start":
             # An older tula wrote no micro-batch.
-            alike = place == (row["nodes"], row["batch"], row.get("micro_batch", micro_batch))
-        elif row["kind"] == "epoch" and alike and row["step_time"] is not None and row.get("batch", own) == own:
-            found.append(row["step_time"])
-    return centre(found) if found else None
+            alike = configuration == (row["nodes"], row["batch"], row.get("micro_batch", micro_batch))
+        elif (
+            row["kind"] == "epoch"
+            and alike
+            and row["step_time"] is not None
+            and row.get("batch", own_batch) == own_batch
+        ):
+            times.append(row["step_time"])
+    return trimmed_mean(times) if times else None
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def _replace_non_finite(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with nan and infinity as null: JSON has neither."""
     return {
-        name: _plain(value)
+        name: _replace_non_finite(value)
         if isinstance(value, dict)
         else None
         if isinstance(value, float) and not math.isfinite(value)

@@ -8,11 +8,11 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.worker.preemption import Preempted
 from tula_cli.worker.train import tuning
-from tula_cli.worker.train.metrics import Metrics
+from tula_cli.worker.train.metrics import MetricsFile
 from tula_cli.worker.train.training import TrainContext, Training
 
 
-def train(task: TrainTask, context: TrainContext) -> None:
+def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
     """Train as tuning chooses; where that breaks down in the training, as it chooses next.
 
     Raises:
@@ -24,7 +24,7 @@ def train(task: TrainTask, context: TrainContext) -> None:
         try:
             return ArmTraining(choice, task, context).train()
         except tuning.BrokenDown as broken:
-            tuning.give_up(task, context.run, context.ranks, samples=broken.samples)
+            tuning.choose_next_arm(task, context.run, context.ranks, samples=broken.samples)
 
 
 def _choose(task: TrainTask, context: TrainContext) -> tuning.Choice:
@@ -34,17 +34,19 @@ def _choose(task: TrainTask, context: TrainContext) -> tuning.Choice:
         Preempted: the ranks leave.
     """
     run, ranks, datasets = context.run, context.ranks, context.datasets
-    if (found := tuning.chosen(task, run, ranks)) is not None:
-        return found
-    split = tuning.held_out(task.spec, datasets, batch=task.batch)
-    control = tuning.Choice(Arm(name=halving.CONTROL), 0.0).task(task, size=len(datasets.train))
-    ahead = halving.plan(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
-    Training(control, context, until=task.spec.auto.after, ahead=ahead).train()
-    with Metrics(run, task, first=ranks.first, samples=run.training(task.signature).newest_samples()) as metrics:
+    if (choice := tuning.load_choice(task, run, ranks)) is not None:
+        return choice
+    split = tuning.hold_out_samples(task.spec, datasets, batch=task.batch)
+    control = tuning.Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(task, size=len(datasets.train))
+    branch_steps = halving.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
+    Training(control, context, until=task.spec.auto.after, ahead=branch_steps).train()
+    with MetricsFile(
+        run, task, is_first=ranks.is_first, samples=run.training(task.signature).newest_samples()
+    ) as metrics:
         try:
             return tuning.tune(task, run, ranks, split, preemption=context.preemption, log=metrics.add)
         except Preempted as preempted:
-            if ranks.first:
+            if ranks.is_first:
                 run.write_stop(task.id, context.attempt, preempted.reason)
             raise
 
@@ -60,21 +62,21 @@ class ArmTraining(Training):
 
     @property
     def _is_control(self) -> bool:
-        return self.choice.arm.name == halving.CONTROL
+        return self.choice.arm.name == halving.CONTROL_ARM
 
     def _announce(self) -> None:
         super()._announce()
         if self.choice.broken:
-            before, arm = ", ".join(self.choice.broken), self.choice.arm.name
-            self.log.warn(f"broke down after the choice: {before}; goes on as {arm}")
+            broken_arms, arm = ", ".join(self.choice.broken), self.choice.arm.name
+            self.log.warn(f"broke down after the choice: {broken_arms}; goes on as {arm}")
 
-    def _diverged(self, found: str) -> Exception:
+    def _divergence_error(self, found: str) -> Exception:
         """Return BrokenDown, or Diverged where there is no arm left."""
         if self._is_control:
-            return super()._diverged(found)
+            return super()._divergence_error(found)
         return tuning.BrokenDown(self.trainer.position.samples)
 
-    def _judge(self, loss: float) -> None:
+    def _after_evaluation(self, loss: float) -> None:
         """Raise BrokenDown where the arm has; `loss` is the same on all ranks.
 
         Judged by the loss of training: the evaluation set has no part in what is trained.
@@ -82,5 +84,5 @@ class ArmTraining(Training):
         if self._is_control:
             return
         self.behind = self.behind + 1 if self.choice.is_behind(loss, epoch=self.trainer.epoch) else 0
-        if self.behind >= tuning.BEHIND:
+        if self.behind >= tuning.MAX_EPOCH_RATIO:
             raise tuning.BrokenDown(self.trainer.position.samples)

@@ -27,8 +27,8 @@ from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step
-from tula_cli.worker.train.metrics import Metrics, step_time_of
-from tula_cli.worker.train.sizes.dividing import splits_known
+from tula_cli.worker.train.metrics import MetricsFile, mean_step_time
+from tula_cli.worker.train.sizes.dividing import possible_splits
 from tula_cli.worker.train.training_log import TrainingLog
 from tula_cli.worker.train.watching.hang_watch import HangWatch
 from tula_cli.worker.train.watching.stage_control import StageControl
@@ -73,11 +73,11 @@ class Training:
 
     def __init__(self, task: TrainTask, context: TrainContext, *, until: int | None = None, ahead: int = 0) -> None:
         self.task, self.context, self.run = task, context, context.run
-        self.trainer = worker_train_loop.build(
+        self.trainer = worker_train_loop.build_trainer(
             task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
         )
         self.trainer.until = until
-        self._tell_splits()
+        self._record_possible_splits()
         self.best: dict[str, float] = {}
         self.damaged: list[str] = []  # words on checkpoints that were set aside
         self.unfit = ""  # what the file of first weights and the model do not share
@@ -86,7 +86,7 @@ class Training:
         self.owed = False  # the epoch that has ended is not evaluated yet
         self._resume()
         samples = self.trainer.position.samples
-        self.metrics = Metrics(self.run, task, first=self.first, samples=samples)
+        self.metrics = MetricsFile(self.run, task, is_first=self.first, samples=samples)
         self.log = TrainingLog(self.metrics, task, self.trainer, ahead=ahead)
         self.evaluator = evaluation.Evaluator(self.trainer)
         self.divergence = DivergenceDetector(self.trainer)
@@ -96,29 +96,29 @@ class Training:
 
     @property
     def first(self) -> bool:
-        return self.context.ranks.first
+        return self.context.ranks.is_first
 
-    def _tell_splits(self) -> None:
+    def _record_possible_splits(self) -> None:
         """Let the supervisor know what it may do after an out-of-memory, before a step can meet one on any rank."""
         if self.first:
-            asked, tunes = self.context.asked, self.context.asked.spec.train.facts.tunes
-            batches = [rung.batch for rung in asked.ladder]
-            known = splits_known(
-                self.trainer, batches, lambda batch: halving.specs(asked.spec, batch) if tunes else [asked.spec]
+            task, tunes = self.context.asked, self.context.asked.spec.train.facts.tunes
+            batches = [rung.batch for rung in task.ladder]
+            splits = possible_splits(
+                self.trainer, batches, lambda batch: halving.jobs_of_arms(task.spec, batch) if tunes else [task.spec]
             )
-            self.run.training(self.task.signature).write_micro_batches(known)
+            self.run.training(self.task.signature).write_micro_batches(splits)
 
     def _resume(self) -> None:
         """Load the newest checkpoint, or first weights; every rank loads the one that rank 0 found."""
         if self.first:
             self.run.training(self.task.signature).drop_drafts()
-        found = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
-        if found is not None:
-            self.stages.resume(Position(**found["position"]), owed=bool(found.get("owed")))
-            self.best, self.owed = checkpoint.restore(self.trainer, found), bool(found.get("owed"))
-            self.ended = found.get("ended", "")  # what is left is the result
+        content = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
+        if content is not None:
+            self.stages.resume(Position(**content["position"]), needs_evaluation=bool(content.get("owed")))
+            self.best, self.owed = checkpoint.restore_checkpoint(self.trainer, content), bool(content.get("owed"))
+            self.ended = content.get("ended", "")  # what is left is the result
             return
-        self.unfit = initial_weights.load(self.task.spec.model, self.trainer.parallel.module, first=self.first)
+        self.unfit = initial_weights.load_weights(self.task.spec.model, self.trainer.parallel.module, first=self.first)
 
     def train(self) -> None:
         """Train to the end.
@@ -129,12 +129,12 @@ class Training:
         """
         with self.metrics:
             self._announce()
-            self.context.preemption.listen()
-            with contextlib.closing(worker_train_loop.steps(self.trainer)) as stream:
+            self.context.preemption.install()
+            with contextlib.closing(worker_train_loop.run_steps(self.trainer)) as stream:
                 try:
                     self._steps(stream)
                 except Preempted as preempted:
-                    self._leave(preempted)  # first of all: the end of the loader's processes takes its time
+                    self._save_and_leave(preempted)  # first of all: the end of the loader's processes takes its time
                     raise
             if self.trainer.until is None:
                 self._finish()
@@ -142,9 +142,9 @@ class Training:
     def _announce(self) -> None:
         self.log.start()
         samples = self.trainer.position.samples
-        for words in self.damaged:
+        for message in self.damaged:
             resumes = f"resumes at {samples} samples" if samples else "begins anew"
-            self.log.warn(f"{words}: the training {resumes}, and what came after is trained again")
+            self.log.warn(f"{message}: the training {resumes}, and what came after is trained again")
         if self.unfit:
             self.log.warn(f"of model.weights {self.task.spec.model.weights} not all is taken: {self.unfit}")
 
@@ -158,10 +158,10 @@ class Training:
             self._measure_curvature()
         ranks = self.context.ranks
         hangs = HangWatch(self.run, self.task, self.context.attempt, ranks.rank, ranks.world)
-        for step in hangs.watched(stream):
-            self.log.follow(step)
-            self.divergence.follow(step)
-            self.watch.follow(step)
+        for step in hangs.watch_steps(stream):
+            self.log.record_step(step)
+            self.divergence.record_loss(step)
+            self.watch.record_step(step)
             if step.epoch_ended:
                 self._end_epoch(step)
                 if self.ended:
@@ -169,7 +169,7 @@ class Training:
             elif self.first:
                 self.log.write_steps_when_due(overhead=self._overhead)
                 # A checkpoint is the state of every rank.
-                if not self.trainer.apart and not checkpoint.of_all_ranks(self.trainer) and self._is_due():
+                if not self.trainer.apart and not checkpoint.needs_all_ranks(self.trainer) and self._is_due():
                     self._save_finite()
             self._leave_for_more_nodes()
             self._check()
@@ -181,7 +181,7 @@ class Training:
         if self.first:
             self.log.write_steps(overhead=self._overhead)
         self.log.begin_stage()
-        self.watch.begin_anew()
+        self.watch.restart()
         self.log.parts = None
 
     def _leave_for_more_nodes(self) -> None:
@@ -205,25 +205,25 @@ class Training:
     def _check(self) -> None:
         if self.context.preemption.check(reserve=1.5 * self.save_time):
             self._check_divergence()
-            self._look()
-            shares = checkpoint.of_all_ranks(self.trainer) and not self.owed
-            if shares and self.context.ranks.from_first(int(self._is_due())):
+            self._check_step_times()
+            shares = checkpoint.needs_all_ranks(self.trainer) and not self.owed
+            if shares and self.context.ranks.broadcast(int(self._is_due())):
                 self._save_finite()
 
-    def _look(self) -> None:
+    def _check_step_times(self) -> None:
         """Say where steps have come to take another time; every rank takes part."""
-        level = self.watch.look()
+        level = self.watch.judge_steps()
         self.log.parts = self.watch.newest
         if level:
-            self.log.tell_change(level, overhead=self._overhead)
+            self.log.warn_step_time_change(level, overhead=self._overhead)
 
-    def _leave(self, preempted: Preempted) -> None:
+    def _save_and_leave(self, preempted: Preempted) -> None:
         """Save where the ranks stand; the next start goes on from here."""
         self.trainer.method.join(self.trainer)
         self._check_divergence(weights=True)
         if self.first:
             self.log.write_steps(overhead=self._overhead)
-        if self.saves:
+        if self.takes_part_in_saving:
             self._save(is_best=False)
         if self.first:
             self.run.write_stop(self.task.id, self.context.attempt, preempted.reason)
@@ -234,53 +234,53 @@ class Training:
         Raises:
             Diverged: it is not.
         """
-        found = self.divergence.look(weights=weights)
-        if not found:
+        problem = self.divergence.describe_divergence(weights=weights)
+        if not problem:
             return
         if self.first:
             self.log.write_steps(overhead=self._overhead)  # the last row shows it
-        raise self._diverged(found)
+        raise self._divergence_error(problem)
 
-    def _diverged(self, found: str) -> Exception:
+    def _divergence_error(self, found: str) -> Exception:
         """Return what is raised where `found` is not finite, on every rank; a ramp's checkpoints since the loss rose are dropped."""
-        if self.divergence.judges:
+        if self.divergence.judges_finite_losses:
             losses, factor = self.trainer.losses, lr_scale(self.task.spec, self.trainer.batch)
             self.log.add("diverged", message=found, sound=losses.sound, lr_factor=losses.lr_factor or factor)
-            checkpoint.go_back(self.run, self.task.signature, losses.sound)
-        self.context.ranks.from_first(0)  # the first rank that ends has the others ended
+            checkpoint.discard_after(self.run, self.task.signature, losses.sound)
+        self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
         return Diverged(found, outcome.advice("diverged"))
 
-    def _judge(self, loss: float) -> None:
+    def _after_evaluation(self, loss: float) -> None:
         """Called when an epoch is evaluated, on every rank, with the mean loss of its last step; may raise."""
 
     # --- checkpoints
 
     @property
-    def saves(self) -> bool:
+    def takes_part_in_saving(self) -> bool:
         """Whether this rank takes part in a checkpoint."""
-        return self.first or checkpoint.of_all_ranks(self.trainer)
+        return self.first or checkpoint.needs_all_ranks(self.trainer)
 
     def _is_due(self) -> bool:
         """Return whether the newest checkpoint is old enough."""
-        every = self.task.spec.train.checkpoint_every
-        if every == "auto":
+        interval = self.task.spec.train.checkpoint_every
+        if interval == "auto":
             rate = interruption_rate(self.task.spec.pricing, self.task.nodes)
-            every = checkpoint_interval(self.save_time, rate=rate)
-        return time.monotonic() - self.last_save >= every
+            interval = checkpoint_interval(self.save_time, rate=rate)
+        return time.monotonic() - self.last_save >= interval
 
     def _save_finite(self) -> None:
         """Save, unless weights are not finite, here or on another rank that would save its own."""
-        spoilt = not self.divergence.may_save()
-        if checkpoint.of_all_ranks(self.trainer):
-            spoilt = bool(self.context.ranks.largest(float(spoilt)))
+        spoilt = not self.divergence.has_finite_weights()
+        if checkpoint.needs_all_ranks(self.trainer):
+            spoilt = bool(self.context.ranks.max(float(spoilt)))
         if not spoilt:
             self._save(is_best=False)
 
     def _save(self, *, is_best: bool) -> None:
         self.log.keep_steps(close=True)
-        self.divergence.judge()
+        self.divergence.update_loss_level()
         began = time.monotonic()
-        checkpoint.save(
+        checkpoint.save_checkpoint(
             self.run,
             self.task.signature,
             self.trainer,
@@ -288,15 +288,15 @@ class Training:
             is_best=is_best,
             owed=self.owed,
             ended=self.ended,
-            keep=(*self.keep, *self._newest_sound()),
+            keep=(*self.keep, *self._newest_checkpoint_before_rise()),
         )
         self.last_save = time.monotonic()
         self.save_time = self.last_save - began
         self.log.add("save", seconds=self.save_time)
 
-    def _newest_sound(self) -> list[int]:
+    def _newest_checkpoint_before_rise(self) -> list[int]:
         """Return the samples of the newest checkpoint from before the loss rose, where that is judged."""
-        if not self.divergence.judges:
+        if not self.divergence.judges_finite_losses:
             return []
         known = (int(path.stem) for path in self.run.training(self.task.signature).checkpoints())
         return [samples for samples in known if samples <= self.trainer.losses.sound][:1]
@@ -312,33 +312,33 @@ class Training:
         self._check_divergence(weights=True)
         began = time.monotonic()
         self.owed = True
-        result = self.evaluator.run(between=self._check)
+        result = self.evaluator.evaluate(between=self._check)
         self.eval_time = time.monotonic() - began
         self._measure_curvature()
-        self.stages.look(self.log, between=self._check)
+        self.stages.measure_and_decide(self.log, between=self._check)
         self.owed = False
         # The mean loss of the last step over all ranks; every rank takes part.
         (loss_sum,) = self.trainer.ranks.sum([float(step.loss) if step else math.nan])
         loss = loss_sum / self.trainer.ranks.world
         if step:
-            self._judge(loss)
-        self.context.energy.keep()
+            self._after_evaluation(loss)
+        self.context.energy.save()
         epoch = self.trainer.position.epoch
         # Rank 0 alone knows the best epoch.
         if is_best := self.first and goals.better(result.values, self.best, self.task.spec.train.best):
-            self._remember(result)
-        self._decide(result)
+            self._remember_best(result)
+        self._decide_to_stop(result)
         if self.first:
             lr = step.lr if step else self.trainer.lr
             self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time, overhead=self._overhead)
-        if self.saves:
+        if self.takes_part_in_saving:
             self._save(is_best=is_best)
         if not self.first:
             return
         if epoch == self.task.spec.train.epochs or self.ended:
             self._write_result(result)
 
-    def _decide(self, result: Evaluation) -> None:
+    def _decide_to_stop(self, result: Evaluation) -> None:
         """Find out whether the training ends here; rank 0, which knows the best epoch so far, tells the others."""
         train, epoch = self.task.spec.train, self.trainer.position.epoch
         if train.until is None or self.trainer.until is not None:
@@ -348,7 +348,7 @@ class Training:
             why = goals.reached(result.values, self.best, train, epoch=epoch)
         self.ended = self.trainer.ranks.gather(why)[0]
 
-    def _remember(self, result: Evaluation) -> None:
+    def _remember_best(self, result: Evaluation) -> None:
         """Keep an evaluation as the best so far."""
         self.best = goals.remembered(result.values, self.task.spec.train.best, epoch=self.trainer.position.epoch)
 
@@ -358,17 +358,17 @@ class Training:
         At the end of an epoch that is before its evaluation counts as done: a run that has to leave in between measures
         again.
         """
-        asked, trainer = self.task.spec.train.hessian, self.trainer
-        settings = asked if isinstance(asked, Hessian) else Hessian()
-        if asked and not trainer.position.epoch % settings.every:
-            found = hessian.measure(trainer, samples=settings.samples, between=self._check)
-            self.log.add("hessian", **asdict(found), **hessian.lemma_1(trainer, found.smoothness))
+        settings_, trainer = self.task.spec.train.hessian, self.trainer
+        settings = settings_ if isinstance(settings_, Hessian) else Hessian()
+        if settings_ and not trainer.position.epoch % settings.every:
+            curvature = hessian.measure_curvature(trainer, samples=settings.samples, between=self._check)
+            self.log.add("hessian", **asdict(curvature), **hessian.lemma_1_terms(trainer, curvature.smoothness))
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature
-        found = result.values
-        metrics = {"eval_loss": found.pop("loss"), **found}
-        asked, rows = self.task.spec.train.best.metric, self.run.training(signature).metrics()
+        values = result.values
+        metrics = {"eval_loss": values.pop("loss"), **values}
+        metric, rows = self.task.spec.train.best.metric, self.run.training(signature).metrics()
         self.run.write_train_result(
             TrainResult(
                 signature=signature,
@@ -379,12 +379,12 @@ class Training:
                 epochs=trainer.position.epoch,
                 # JSON knows no nan: accuracies without classes, or the loss of an evaluation that is not finite.
                 metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-                best_top1=_known(self.best["top1"]),
-                best_loss=_known(self.best["loss"]),
+                best_top1=_finite_or_none(self.best["top1"]),
+                best_loss=_finite_or_none(self.best["loss"]),
                 best_epoch=int(self.best["epoch"]),
-                best=Reached.of(asked, self.best.get("value")),
+                best=Reached.from_metric(metric, self.best.get("value")),
                 ended=self.ended,
-                step_time=step_time_of(rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)),
+                step_time=mean_step_time(rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)),
                 finished_at=time.time(),
                 tuning=self.run.training(signature).tuning(),
             )
@@ -393,19 +393,19 @@ class Training:
     def _finish(self) -> None:
         """A run resumed after its last step, or whose last epoch had less than a batch left, still owes its result."""
         written = self.first and self.run.training(self.task.signature).result() is not None
-        if self.trainer.ranks.from_first(int(written)):
+        if self.trainer.ranks.broadcast(int(written)):
             return
         self._check_divergence(weights=True)
-        result = self.evaluator.run()
+        result = self.evaluator.evaluate()
         if self.first:
             self.log.warn_of_evaluation(result)
             if not self.best:
-                self._remember(result)
-        if self.saves:
+                self._remember_best(result)
+        if self.takes_part_in_saving:
             self._save(is_best=False)
         if self.first:
             self._write_result(result)
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from tula_cli.models.out_of_memory import FEWEST_NORMALISED
-from tula_cli.models.ramp.by_noise import decision_words
+from tula_cli.models.out_of_memory import MIN_NORMALISED
+from tula_cli.models.ramp.by_noise import describe_decision
 from tula_cli.models.time.changes.drift import StepTimeDrift
 from tula_cli.models.time.changes.levels import Level
-from tula_cli.models.time.changes.step_change import change_of, words
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.changes.step_change import describe_level_change, describe_step_change
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.optim import advice
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StageDecision, StepParts
@@ -22,14 +22,14 @@ from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import duration, number, pause, plural, progress, stamped
 from tula_cli.worker import environment
 from tula_cli.worker.build.batches.tokens import TokenCounter
-from tula_cli.worker.build.norms import normalised
+from tula_cli.worker.build.norms import count_statistics_batches
 from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer
-from tula_cli.worker.train.metrics import LOG_SECONDS, Metrics
+from tula_cli.worker.train.metrics import LOG_SECONDS, MetricsFile
 
-JUDGED_STEPS = 20
+MIN_STEPS_JUDGED = 20
 """Steps over which AGS is said to hardly act."""
 
 
@@ -43,7 +43,7 @@ class TrainingLog:
         ahead: steps of branches that are to come before the training goes on.
     """
 
-    def __init__(self, metrics: Metrics, task: TrainTask, trainer: Trainer, *, ahead: int = 0) -> None:
+    def __init__(self, metrics: MetricsFile, task: TrainTask, trainer: Trainer, *, ahead: int = 0) -> None:
         self.metrics, self.task, self.trainer, self.ahead = metrics, task, trainer, ahead
         self.diagnostics = Diagnostics.attach(trainer)  # of the epoch under way
         self.recent: list[Step] = []  # since the last row
@@ -75,7 +75,7 @@ class TrainingLog:
 
     def _print(self, line: str) -> None:
         """Write a line into the job's log, which `tula logs` shows; rank 0 alone."""
-        if self.trainer.ranks.first:
+        if self.trainer.ranks.is_first:
             sys.stdout.write(f"{stamped(line)}\n")
             sys.stdout.flush()
 
@@ -83,59 +83,60 @@ class TrainingLog:
         """Write the rows of a start, or of going on; every rank takes part."""
         task, trainer = self.task, self.trainer
         if self.diagnostics:
-            self.diagnostics.go_on(self.metrics.steps.last, trainer.position.samples)
+            self.diagnostics.resume(self.metrics.steps.last, trainer.position.samples)
         lr, cause = trainer.lr, task.cause
         sizes = {"batch": task.batch, "micro_batch": trainer.largest_micro_batch}
-        own = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
-        self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, **own, cause=cause)
+        beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
+        self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, **beta2, cause=cause)
         self.add("environment", **self._environment())
         at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
-        told = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
+        beta2_text = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
         later = f" (of {task.own_nodes} later)" * (task.own_nodes != task.nodes)
         self._print(
-            f"training on {plural(task.nodes)}{later}, batch {task.batch}{told}, {at}" + f": {cause}" * bool(cause)
+            f"training on {plural(task.nodes)}{later}, batch {task.batch}{beta2_text}, {at}"
+            + f": {cause}" * bool(cause)
         )
         if len(trainer.sizes.ramp.stages) > 1:
             self.begin_stage()
-        for message in remarks(trainer):
+        for message in ineffective_settings(trainer):
             self.warn(message)
 
     def _environment(self) -> dict[str, Any]:
         """Return what it trains on; every rank takes part."""
         ranks = self.trainer.ranks
-        here = environment.ranks_here(ranks, self.task.spec.cluster)
-        told = environment.environment(ranks, workers=self.trainer.workers).model_dump(mode="json")
-        return {**told, "oversubscribed": environment.oversubscribed(ranks, ranks_here=here)}
+        local_ranks = environment.count_local_ranks(ranks, self.task.spec.cluster)
+        description = environment.describe_environment(ranks, workers=self.trainer.workers).model_dump(mode="json")
+        return {**description, "oversubscribed": environment.is_oversubscribed(ranks, ranks_here=local_ranks)}
 
     def begin_stage(self) -> None:
         """Write the row of a batch that the coming step is the first to have; the steps to come are judged by themselves."""
         trainer, stages = self.trainer, self.trainer.sizes.ramp.stages
-        self.batch, number_ = trainer.batch, trainer.sizes.ramp.at(trainer.passed)
+        self.batch, number_ = trainer.batch, trainer.sizes.ramp.stage_at(trainer.samples_passed)
         self.step_times, self.changed = [], False
         self.window.clear()
         self.drift = StepTimeDrift(self.expected)
-        own = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
+        beta2 = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
         noise = stages[number_].noise
         by = {} if noise is None else {"noise": noise}  # the scale that it was planned by
-        self.add("stage", batch=self.batch, stage=number_ + 1, stages=len(stages), lr=trainer.lr, **by, **own)
-        told = "" if noise is None else f", noise scale {number(noise)}"
+        self.add("stage", batch=self.batch, stage=number_ + 1, stages=len(stages), lr=trainer.lr, **by, **beta2)
+        noise_text = "" if noise is None else f", noise scale {number(noise)}"
         self._print(
             f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {number_ + 1} of"
-            f" {len(stages)}, lr {number(trainer.lr)}{told}"
+            f" {len(stages)}, lr {number(trainer.lr)}{noise_text}"
         )
 
-    def tell_decision(self, found: StageDecision | None) -> None:
+    def log_stage_decision(self, decision: StageDecision | None) -> None:
         """Say what the gradient noise has decided of the coming stage; None: nothing."""
-        if found is not None:
-            self._print(f"stages: {decision_words(found)}")
+        if decision is not None:
+            self._print(f"stages: {describe_decision(decision)}")
 
-    def follow(self, step: Step) -> None:
+    def record_step(self, step: Step) -> None:
         """Take the step that has just been made."""
-        if self.trainer.ranks.first:
+        if self.trainer.ranks.is_first:
             self.recent.append(step)
             self.tokens.add(self.trainer.last_batch)
         if self.diagnostics:
-            self.diagnostics.follow(self.trainer, step)
+            self.diagnostics.record_step(self.trainer, step)
 
     # --- steps
 
@@ -161,7 +162,7 @@ class TrainingLog:
         plain = [value for value, step in zip(seconds, steps, strict=True) if not step.refreshed]
         self.step_times += plain
         self.window.extend(plain)
-        loss, left = float(steps[-1].loss), self._seconds_left(statistics.fmean(seconds), overhead)
+        loss, remaining = float(steps[-1].loss), self._seconds_left(statistics.fmean(seconds), overhead)
         self.keep_steps(close=False)  # the device has just been waited for
         self.add(
             "step",
@@ -177,61 +178,67 @@ class TrainingLog:
             compute=self.parts and self.parts.compute,
             sync=self.parts and self.parts.sync,
             **self._tokens(statistics.fmean(seconds)),
-            eta=left,
+            eta=remaining,
         )
         if aloud:
-            self._tell_steps(loss, statistics.fmean(seconds), left)
+            self._print_steps(loss, statistics.fmean(seconds), remaining)
         self.recent, self.tokens = [], TokenCounter()
 
     def keep_steps(self, *, close: bool) -> None:
         """Write what is kept of each step; `close`, before a checkpoint, all of it."""
         if self.diagnostics:
-            self.metrics.steps.add(self.diagnostics.take(), close=close)
+            self.metrics.steps.add(self.diagnostics.take_rows(), close=close)
 
-    def _tell_steps(self, loss: float, step_time: float, left: float) -> None:
+    def _print_steps(self, loss: float, step_time: float, remaining: float) -> None:
         trainer, of = self.trainer, self.task.spec.train.epochs_at_most
         samples, epoch = trainer.position.samples, trainer.epoch
         self._print(
-            progress(of=of, epoch=epoch, samples=samples, batch=self.batch, loss=loss, step_time=step_time, left=left)
+            progress(
+                of=of, epoch=epoch, samples=samples, batch=self.batch, loss=loss, step_time=step_time, left=remaining
+            )
         )
-        self._put_off_words()
+        self._delay_next_print()
 
-    def _put_off_words(self) -> None:
+    def _delay_next_print(self) -> None:
         """Tell of the steps again a while after a line that has told how far the training is."""
         self.next_words = time.monotonic() + pause(time.monotonic() - self.began)
 
     def _tokens(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens of all GPUs a second and the share of padding beside them; None where batches are no text."""
-        found = self.tokens.of_a_sample()
-        if found is None or not step_time:
+        means = self.tokens.means_per_sample()
+        if means is None or not step_time:
             return {"tokens_per_second": None, "padding": None}
-        places, real = found
-        return {"tokens_per_second": real * self.batch / step_time, "padding": 1 - real / places}
+        length, real = means
+        return {"tokens_per_second": real * self.batch / step_time, "padding": 1 - real / length}
 
     def _seconds_left(self, step_time: float, overhead: float) -> float:
         trainer, position = self.trainer, self.trainer.position
         size, epochs = len(trainer.datasets.train), self.task.spec.train.epochs_at_most
-        left = trainer.sizes.ramp.steps(size=size, epochs=epochs, epoch=position.epoch, done=position.done)
-        stepping = sum(steps * step_time * self._longer(batch) for batch, steps in left.items())
+        remaining_steps = trainer.sizes.ramp.remaining_steps(
+            size=size, epochs=epochs, epoch=position.epoch, samples_done=position.done
+        )
+        stepping = sum(steps * step_time * self._step_time_ratio(batch) for batch, steps in remaining_steps.items())
         return stepping + step_time * self.ahead + overhead * max(0, epochs - position.epoch - 1)
 
-    def _longer(self, batch: int) -> float:
+    def _step_time_ratio(self, batch: int) -> float:
         """Return how many times longer a step at a batch takes than at that in use: as predicted, else at most."""
-        now = self.expected
-        then = self.task.prediction and self.task.prediction.of_batch(batch)
-        return then.step_time / now.step_time if now and then else batch / self.batch
+        expected_now = self.expected
+        expected_then = self.task.prediction and self.task.prediction.of_batch(batch)
+        return (
+            expected_then.step_time / expected_now.step_time if expected_now and expected_then else batch / self.batch
+        )
 
-    def tell_change(self, level: Level, *, overhead: float) -> None:
+    def warn_step_time_change(self, level: Level, *, overhead: float) -> None:
         """Say once that steps have come to take another time: since when, which part of them, and what comes of it.
 
         Args:
             level: of rank 0's looks.
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
-        found = change_of(level, self.task, lambda step_time: self._seconds_left(step_time, overhead))
+        change = describe_level_change(level, self.task, lambda step_time: self._seconds_left(step_time, overhead))
         self.changed = True
-        self.add("change", change=found.model_dump(mode="json"))
-        self._print(f"changed: {words(found)}")
+        self.add("change", change=change.model_dump(mode="json"))
+        self._print(f"changed: {describe_step_change(change)}")
 
     # --- epochs
 
@@ -248,10 +255,10 @@ class TrainingLog:
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
         trainer, prediction = self.trainer, self.expected
-        step_time = centre(self.step_times) if self.step_times else None
+        step_time = trimmed_mean(self.step_times) if self.step_times else None
         # The prediction is of synchronous steps, which post-local SGD leaves behind.
         recent = None if trainer.local_sgd else self._recent_step_time()
-        within = self.drift.within(recent)
+        within = self.drift.is_within(recent)
         ags = trainer.ags.report() if trainer.ags and not trainer.ags.identity else None
         self.metrics.add(
             "epoch",
@@ -275,21 +282,21 @@ class TrainingLog:
             **trainer.method.report(trainer),
             diagnostics=self._diagnostics(ags),
         )
-        self._print(self._epoch_words(result, loss=loss, lr=lr, step_time=step_time, overhead=overhead))
-        self._put_off_words()
+        self._print(self._describe_epoch(result, loss=loss, lr=lr, step_time=step_time, overhead=overhead))
+        self._delay_next_print()
         self.warn_of_evaluation(result)
-        self._advise(ags)
+        self._warn_inactive_ags(ags)
         drifted = self.drift.warning(recent, epoch=trainer.position.epoch)
         if drifted and not self.changed:  # which says the same, with a cause
             self.warn(drifted)
         self.step_times = []
 
-    def _epoch_words(
+    def _describe_epoch(
         self, result: Evaluation, *, loss: float, lr: float, step_time: float | None, overhead: float
     ) -> str:
         position, classes = self.trainer.position, math.isfinite(result.top1)
-        left = duration(self._seconds_left(step_time, overhead)) if step_time else ""
-        pace = f", {number(self.batch / step_time)} samples/s, {left} left" if step_time else ""
+        remaining = duration(self._seconds_left(step_time, overhead)) if step_time else ""
+        pace = f", {number(self.batch / step_time)} samples/s, {remaining} left" if step_time else ""
         return (
             f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {number(loss, 4)},"
             f" eval loss {number(result.loss, 4)}, "
@@ -306,12 +313,12 @@ class TrainingLog:
 
     def warn_of_evaluation(self, result: Evaluation) -> None:
         """Say once that the evaluation is not finite where the training is, and that train.best is not."""
-        asked, epoch = self.task.spec.train.best.metric, self.trainer.position.epoch
-        value = result.own.get(asked, 0.0) if result.samples else 0.0
+        metric, epoch = self.task.spec.train.best.metric, self.trainer.position.epoch
+        value = result.own.get(metric, 0.0) if result.samples else 0.0
         if not math.isfinite(value) and "best" not in self.said:
             self.said.add("best")
             self.warn(
-                f"train.best: {asked} is no finite number at epoch {epoch}: such an epoch is the best only where there"
+                f"train.best: {metric} is no finite number at epoch {epoch}: such an epoch is the best only where there"
                 " is no other, and then the first of them"
             )
         if result.samples and not math.isfinite(result.loss) and "evaluation" not in self.said:
@@ -321,13 +328,13 @@ class TrainingLog:
                 " training is: look at the evaluation data, and at the running statistics of BatchNorm"
             )
 
-    def _advise(self, ags: Mapping[str, float] | None) -> None:
+    def _warn_inactive_ags(self, ags: Mapping[str, float] | None) -> None:
         """Say once of each way in which AGS hardly acts that it does, as of enough steps: an epoch may have two."""
         if not ags or not ags["factors"]:
             return
         self.unjudged.append(ags)
         steps = sum(report["steps"] for report in self.unjudged)
-        if steps < JUDGED_STEPS:
+        if steps < MIN_STEPS_JUDGED:
             return
         shares = {
             name: sum(report[name] * report["steps"] for report in self.unjudged) / steps
@@ -349,49 +356,49 @@ class TrainingLog:
         prediction = self.expected
         if prediction is None:
             return None
-        wanted = max(len(self.step_times), self.task.spec.search.timed_steps(prediction.step_time))
-        while len(self.window) > wanted:
+        min_steps = max(len(self.step_times), self.task.spec.search.timed_steps(prediction.step_time))
+        while len(self.window) > min_steps:
             self.window.popleft()
-        return centre(list(self.window)) if len(self.window) == wanted else None
+        return trimmed_mean(list(self.window)) if len(self.window) == min_steps else None
 
 
-def remarks(trainer: Trainer) -> list[str]:
+def ineffective_settings(trainer: Trainer) -> list[str]:
     """Return what the user has asked for and what does nothing in this training."""
-    train, found = trainer.spec.train, []
+    train, warnings = trainer.spec.train, []
     if (warmup := warmup_epochs(trainer.spec)) >= train.epochs:
-        found.append(
+        warnings.append(
             f"the learning rate never reaches its full value: its warm-up of {warmup:g} epochs is not shorter than"
             f" train.epochs {train.epochs}; set schedule.warmup_epochs"
         )
     if isinstance(trainer.datasets.train, StreamedDataset) and (passed := trainer.position.done):
-        found.append(
+        warnings.append(
             f"the stream is read from its beginning: {passed} samples of the epoch are passed over before the first step"
         )
-    found += trainer.method.remarks(trainer)
-    found += trainer.sizes.ramp.remarks
-    found += _few_for_statistics(trainer)
+    warnings += trainer.method.remarks(trainer)
+    warnings += trainer.sizes.ramp.remarks
+    warnings += _warn_small_norm_batches(trainer)
     if train.ghost_batch is not None and trainer.largest_micro_batch <= train.ghost_batch:
-        found.append(
+        warnings.append(
             f"train.ghost_batch {train.ghost_batch} changes nothing: a GPU takes {trainer.largest_micro_batch} samples at a"
             " time"
         )
-    return found
+    return warnings
 
 
-def _few_for_statistics(trainer: Trainer) -> list[str]:
+def _warn_small_norm_batches(trainer: Trainer) -> list[str]:
     """Say which stages of the ramp leave BatchNorm few samples."""
     sizes, world = trainer.sizes, trainer.ranks.world
-    over = normalised(trainer.parallel.module, world=world)
+    over = count_statistics_batches(trainer.parallel.module, world=world)
     samples = {
         stage.batch: over * stage.batch // (world * sizes.parts[stage.batch])
         for stage in sizes.ramp.stages[:-1]
         if stage.batch <= sizes.largest
     }
-    few = {batch: count for batch, count in samples.items() if over and count < FEWEST_NORMALISED}
+    few = {batch: count for batch, count in samples.items() if over and count < MIN_NORMALISED}
     if not few:
         return []
-    told = ", ".join(f"{plural(count, 'sample')} at batch {batch}" for batch, count in few.items())
+    counts = ", ".join(f"{plural(count, 'sample')} at batch {batch}" for batch, count in few.items())
     return [
-        f"BatchNorm takes its statistics over few samples in the first stages of train.ramp: {told}; name stages with larger"
+        f"BatchNorm takes its statistics over few samples in the first stages of train.ramp: {counts}; name stages with larger"
         " batches, or train on fewer GPUs"
     ]

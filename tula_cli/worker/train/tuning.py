@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch.utils.data import Subset
 
 from tula_cli.models import halving
-from tula_cli.models.halving import Turn
+from tula_cli.models.halving import BranchRequest
 from tula_cli.models.ramp import of_arms
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Branch, Tuning
@@ -38,15 +38,15 @@ from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Trainer
-from tula_cli.worker.train.sizes.dividing import sizes_of
+from tula_cli.worker.train.sizes.dividing import batch_sizes_of
 
-BEHIND = 2
+MAX_EPOCH_RATIO = 2
 """Epochs in a row that end behind after which a chosen arm has broken down."""
 
-LOOK = 20
+STEPS_BETWEEN_CHECKS = 20
 """Steps between two looks whether a branch has diverged; each waits for the device."""
 
-SETTLE = 8
+SETTLING_STEPS = 8
 """Micro-batches of each rank that BatchNorm's statistics are averaged over before a branch is judged."""
 
 _HELD_OUT = -1
@@ -74,22 +74,22 @@ class Choice:
         """Return whether a training is where it should not be: with a loss above that of the control's longest branch
         after twice as many epochs. The control itself never is.
         """
-        if self.arm.name == halving.CONTROL or self.limit is None:
+        if self.arm.name == halving.CONTROL_ARM or self.limit is None:
             return False
         return epoch - self.epoch >= 2 * self.longest and not loss <= self.limit
 
     def task(self, task: TrainTask, *, size: int) -> TrainTask:
         """Return the task as the arm trains it, on so many samples an epoch."""
-        return as_arm(task, self.arm, of_arms.of_training(task.spec, self.arm, batch=task.batch, size=size))
+        return task_of_arm(task, self.arm, of_arms.stages_of_training(task.spec, self.arm, batch=task.batch, size=size))
 
     @property
     def lr_factor(self) -> Callable[[float], float]:
         return partial(halving.lr_factor, self.arm, start=self.epoch)
 
 
-def as_arm(task: TrainTask, arm: Arm, stages: of_arms.Stages) -> TrainTask:
+def task_of_arm(task: TrainTask, arm: Arm, stages: of_arms.Stages) -> TrainTask:
     """Return a task as an arm trains it, with the stages of its batch."""
-    return task.model_copy(update={"spec": halving.tuned(task.spec, arm), "stages": stages})
+    return task.model_copy(update={"spec": halving.job_of_arm(task.spec, arm), "stages": stages})
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class BranchContext:
     @functools.cached_property
     def start(self) -> dict[str, Any]:
         """What a checkpoint of the beginning holds where the arms part, trained without the held-out part."""
-        control = Choice(Arm(name=halving.CONTROL), 0.0)
-        trainer = _build(self, control.task(self.task, size=self.size))
+        control = Choice(Arm(name=halving.CONTROL_ARM), 0.0)
+        trainer = _build_arm_trainer(self, control.task(self.task, size=self.size))
         trainer.until = self.task.spec.auto.after
-        initial_weights.load(self.task.spec.model, trainer.parallel.module, first=self.ranks.first)
-        with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
+        initial_weights.load_weights(self.task.spec.model, trainer.parallel.module, first=self.ranks.is_first)
+        with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
             for _ in stream:
                 self.check()
-        return copy.deepcopy(checkpoint.state(trainer, best={}))
+        return copy.deepcopy(checkpoint.checkpoint_state(trainer, best={}))
 
     @property
     def size(self) -> int:
@@ -123,21 +123,21 @@ class BranchContext:
         self.preemption.check(reserve=0.0)  # there is nothing to save
 
 
-def chosen(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
+def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     """Return what rank 0 finds chosen, on every rank; None where branches are missing.
 
     A choice made at a larger batch (before an out-of-memory) stays, with no more than linear scaling.
     """
-    found = run.training(task.signature).tuning() if ranks.first else None
-    known = found is not None and found.chosen is not None
-    if not ranks.from_first(int(known)):
+    found = run.training(task.signature).tuning() if ranks.is_first else None
+    is_chosen = found is not None and found.chosen is not None
+    if not ranks.broadcast(int(is_chosen)):
         return None
     tuning = Tuning.model_validate_json(ranks.gather(found.model_dump_json() if found is not None else "")[0])
     assert tuning.chosen is not None
     arm = tuning.chosen
     if task.batch != tuning.batch:
-        arm = halving.within(arm, task.batch / task.spec.train.reference_batch)
-    control = halving.control_at_the_end(tuning.branches)
+        arm = halving.limit_lr_factor(arm, task.batch / task.spec.train.reference_batch)
+    control = halving.longest_control_branch(tuning.branches)
     longest = max((branch.epochs for branch in tuning.branches), default=0.0)
     limit = control.loss if control is not None else None
     return Choice(arm, tuning.epoch, tuning.start, longest, limit, tuning.broken)
@@ -150,7 +150,7 @@ class BrokenDown(Exception):
         self.samples = samples
 
 
-def give_up(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None:
+def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None:
     """Go back to where the arms part, and choose the next best arm; the control is the last that is left.
 
     The checkpoints go first: a training that is broken off in between breaks down again.
@@ -161,16 +161,16 @@ def give_up(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None
         ranks: the process group.
         samples: where the training stood.
     """
-    if ranks.first:
+    if ranks.is_first:
         tuning = run.training(task.signature).tuning()
         assert tuning is not None and tuning.chosen is not None
-        checkpoint.go_back(run, task.signature, tuning.start)
+        checkpoint.discard_after(run, task.signature, tuning.start)
         broken = (*tuning.broken, tuning.chosen.name)
-        name = halving.next_best(tuning.branches, broken)
+        name = halving.next_best_arm(tuning.branches, broken)
         chosen = next(arm for arm in tuning.arms if arm.name == name)
         lost = tuning.lost + samples - tuning.start
         run.write_tuning(tuning.model_copy(update={"broken": broken, "chosen": chosen, "lost": lost}))
-    ranks.from_first(0)  # no rank looks for a checkpoint before
+    ranks.broadcast(0)  # no rank looks for a checkpoint before
 
 
 def tune(
@@ -182,7 +182,7 @@ def tune(
         task: with method auto.
         run: where; rank 0 writes its tuning.json after each branch.
         ranks: the process group; all of them take rank 0's decisions.
-        datasets: `held_out` of the task's.
+        datasets: `hold_out_samples` of the task's.
         preemption: who tells when to leave.
         log: takes a row of kind "branch" for each.
 
@@ -199,33 +199,33 @@ def tune(
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
         preemption=preemption,
     )
-    arms = halving.arms(task.spec, task.batch)
-    tuning = _record(context, run, position, arms)
-    if ranks.first:
+    arms = halving.arms_of_training(task.spec, task.batch)
+    tuning = _load_record(context, run, position, arms)
+    if ranks.is_first:
         run.write_tuning(tuning)
-    while (turn := _turn(tuning, ranks)) is not None:
-        branch = _branch(context, arms[turn.arm], turn, control=_control(tuning, turn))
+    while (turn := _next_turn(tuning, ranks)) is not None:
+        branch = _train_branch(context, arms[turn.arm], turn, control=_control_branch(tuning, turn))
         tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
-        if ranks.first:
+        if ranks.is_first:
             run.write_tuning(tuning)
-            told = branch.model_dump(exclude={"samples"})  # of a row they are the training's
-            log("branch", position, context.epoch, **told, trained=branch.samples, eta=_seconds_left(context, tuning))
-    if ranks.first:
-        _, winner = halving.standing([arm.name for arm in arms], tuning.branches)
+            row = branch.model_dump(exclude={"samples"})  # of a row they are the training's
+            log("branch", position, context.epoch, **row, trained=branch.samples, eta=_seconds_left(context, tuning))
+    if ranks.is_first:
+        _, winner = halving.next_branch_or_winner([arm.name for arm in arms], tuning.branches)
         run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
-    choice = chosen(task, run, ranks)
+    choice = load_choice(task, run, ranks)
     assert choice is not None
     return choice
 
 
-def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
+def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
     """Return the training set without its held-out part, and that part with the transforms of an evaluation.
 
     Raises:
         SpecError: what is left is smaller than the batch.
     """
     size = len(datasets.train)
-    halving.check_size(spec, batch=batch, dataset_size=size)
+    halving.require_tuning_samples(spec, batch=batch, dataset_size=size)
     count = halving.holdout_size(size, spec.auto.holdout)
     order = permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
     plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
@@ -240,7 +240,7 @@ def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
     )
 
 
-def _record(context: BranchContext, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
+def _load_record(context: BranchContext, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
     """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
     task = context.task
     fresh = Tuning(
@@ -249,94 +249,94 @@ def _record(context: BranchContext, run: RunDir, position: Position, arms: tuple
         start=position.samples,
         epoch=context.epoch,
         arms=arms,
-        beginning=_beginning(context) if len(arms) > 1 else 0,
+        beginning=_samples_of_beginning(context) if len(arms) > 1 else 0,
     )
-    found = run.training(context.task.signature).tuning() if context.ranks.first else None
-    alike = found is not None and fresh == found.model_copy(update={"branches": (), "chosen": None})
-    return found if found is not None and alike else fresh
+    tuning = run.training(context.task.signature).tuning() if context.ranks.is_first else None
+    alike = tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None})
+    return tuning if tuning is not None and alike else fresh
 
 
-def _beginning(context: BranchContext) -> int:
+def _samples_of_beginning(context: BranchContext) -> int:
     """Return the samples that the branches' common beginning is trained on."""
-    control = Choice(Arm(name=halving.CONTROL), 0.0).task(context.task, size=context.size)
-    sizes = sizes_of(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
-    steps = sizes.ramp.steps(size=context.size, epochs=context.task.spec.auto.after)
+    control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(context.task, size=context.size)
+    sizes = batch_sizes_of(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
+    steps = sizes.ramp.remaining_steps(size=context.size, epochs=context.task.spec.auto.after)
     return sum(batch * count for batch, count in steps.items())
 
 
-def _turn(tuning: Tuning, ranks: Ranks) -> Turn | None:
+def _next_turn(tuning: Tuning, ranks: Ranks) -> BranchRequest | None:
     """Return the branch that rank 0 finds next, on every rank; None where one arm is left."""
     names = [arm.name for arm in tuning.arms]
-    turn, _ = halving.standing(names, tuning.branches) if ranks.first else (None, None)
-    number = ranks.from_first(-1 if turn is None else turn.rung * len(names) + turn.arm)
-    return None if number < 0 else Turn(*divmod(number, len(names)))
+    turn, _ = halving.next_branch_or_winner(names, tuning.branches) if ranks.is_first else (None, None)
+    number = ranks.broadcast(-1 if turn is None else turn.rung * len(names) + turn.arm)
+    return None if number < 0 else BranchRequest(*divmod(number, len(names)))
 
 
-def _control(tuning: Tuning, turn: Turn) -> Branch | None:
+def _control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
     """Return the control's branch of the same rung; it is the first there."""
     same = (branch for branch in tuning.branches if branch.rung == turn.rung)
-    return next((branch for branch in same if branch.arm == halving.CONTROL), None)
+    return next((branch for branch in same if branch.arm == halving.CONTROL_ARM), None)
 
 
-def _branch(context: BranchContext, arm: Arm, turn: Turn, *, control: Branch | None) -> Branch:
+def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, control: Branch | None) -> Branch:
     """Train one branch and judge it."""
     began = time.monotonic()
-    count = len(halving.arms(context.task.spec, context.task.batch))
+    count = len(halving.arms_of_training(context.task.spec, context.task.batch))
     length = halving.branch_samples(context.task.spec, turn.rung, count, context.size)
-    trainer = _trainer(context, arm, length)
+    trainer = _branch_trainer(context, arm, length)
     start = trainer.position.samples
-    finite = _train(context, trainer, length)
+    finite = _train_samples(context, trainer, length)
     if finite:
         # The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
-        evaluation.renew_statistics(trainer, batches=SETTLE, between=context.check)
-    result = evaluation.Evaluator(trainer).run(between=context.check) if finite else None
+        evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, between=context.check)
+    result = evaluation.Evaluator(trainer).evaluate(between=context.check) if finite else None
     samples = trainer.position.samples - start
     return Branch(
         arm=arm.name,
         rung=turn.rung,
         epochs=samples / len(context.datasets.train),
         samples=samples,
-        loss=_known(result.loss) if result else None,
-        top1=_known(result.top1) if result else None,
+        loss=_finite_or_none(result.loss) if result else None,
+        top1=_finite_or_none(result.top1) if result else None,
         diverged=result is None or _has_diverged(result, context.datasets.classes, control),
         seconds=time.monotonic() - began,
     )
 
 
-def _trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
+def _branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
     """Return a fresh trainer where the arms part, for a branch of so many samples."""
     start, choice, size = context.start, Choice(arm, context.epoch), context.size
     position, batch = Position(**start["position"]), context.task.batch
     passed = position.epoch * size + position.done
-    stages = of_arms.of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
-    trainer = _build(context, as_arm(context.task, arm, stages))
-    checkpoint.restore(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
+    stages = of_arms.stages_of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
+    trainer = _build_arm_trainer(context, task_of_arm(context.task, arm, stages))
+    checkpoint.restore_checkpoint(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
     trainer.lr_factor = lambda epoch: (
-        choice.lr_factor(epoch) * halving.cooling(epoch, start=context.epoch, length=length / size)
+        choice.lr_factor(epoch) * halving.cooldown_factor(epoch, start=context.epoch, length=length / size)
     )
     return trainer
 
 
-def _build(context: BranchContext, task: TrainTask) -> Trainer:
+def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
     """Return a trainer of an arm's task, without the held-out part, at the very beginning."""
     gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
-    return worker_train_loop.build(
+    return worker_train_loop.build_trainer(
         task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
     )
 
 
-def _train(context: BranchContext, trainer: Trainer, length: int) -> bool:
+def _train_samples(context: BranchContext, trainer: Trainer, length: int) -> bool:
     """Train until so many samples are passed; return whether the loss stayed finite, else at once."""
-    begin = trainer.passed
-    with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
+    begin = trainer.samples_passed
+    with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
         for count, step in enumerate(stream, 1):
             context.check()
-            ended = halving.has_ended(trainer.passed - begin, length, trainer.batch)
-            if count % LOOK == 0 or ended:
+            is_finished = halving.has_ended(trainer.samples_passed - begin, length, trainer.batch)
+            if count % STEPS_BETWEEN_CHECKS == 0 or is_finished:
                 finite = math.isfinite(float(step.loss))
-                if context.ranks.largest(float(not finite)):
+                if context.ranks.max(float(not finite)):
                     return False
-            if ended:
+            if is_finished:
                 break
     return True
 
@@ -350,7 +350,7 @@ def _has_diverged(result: Evaluation, classes: int | None, control: Branch | Non
     return result.loss > max(math.log(classes), control.loss)
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     """Return a number as JSON can hold it."""
     return value if math.isfinite(value) else None
 
@@ -358,7 +358,7 @@ def _known(value: float) -> float | None:
 def _seconds_left(context: BranchContext, tuning: Tuning) -> float:
     """Return the time until the training's end, by the pace of the branches so far."""
     size, epochs = len(context.datasets.train) + len(context.datasets.eval), context.task.spec.train.epochs
-    planned = halving.plan(context.task.spec, batch=context.task.batch, dataset_size=size)
+    planned = halving.plan_tuning(context.task.spec, batch=context.task.batch, dataset_size=size)
     trained = sum(branch.samples for branch in tuning.branches)
     pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
     branches = max(0, planned.samples - tuning.samples)

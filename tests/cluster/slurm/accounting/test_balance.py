@@ -4,21 +4,21 @@ import pytest
 from accounting_recorded import Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.accounting.balance import balance
-from tula_cli.cluster.slurm.accounting.site_bill import user
+from tula_cli.cluster.slurm.accounting.balance import account_balance
+from tula_cli.cluster.slurm.accounting.site_bill import user_name
 from tula_cli.spec.slurm_options import Slurm as Slurm_
 
 SPEC = spec(cluster={"kind": "slurm", "slurm": {"account": "proj", "qos": "dear"}}, pricing={"kind": "billing"})
 
 
 def lefts(found):
-    return {(limit.where, limit.tres): limit.left for limit in found.limits}
+    return {(limit.where, limit.tres): limit.remaining for limit in found.limits}
 
 
 def test_every_limit_from_the_user_to_the_root_and_of_the_qos():
-    found = balance(SPEC, qos="dear", ask=Slurm(user()))
+    found = account_balance(SPEC, qos="dear", ask=Slurm(user_name()))
     assert lefts(found) == {
-        (f"{user()} in account proj", "cpu"): 52,
+        (f"{user_name()} in account proj", "cpu"): 52,
         ("account proj", "billing"): 1000 - 19 - 40,
         ("account big", "cpu"): 492,
         ("account big", "billing"): 100 - 19 - 40,
@@ -28,7 +28,7 @@ def test_every_limit_from_the_user_to_the_root_and_of_the_qos():
 
 
 def test_where_the_controller_shows_nothing_the_shares_do():
-    found = balance(SPEC, qos="", ask=Slurm(user(), without=["assoc_mgr"]))
+    found = account_balance(SPEC, qos="", ask=Slurm(user_name(), without=["assoc_mgr"]))
     assert lefts(found) == {
         ("account big", "cpu"): 492,
         ("account big", "billing"): 41,
@@ -37,36 +37,38 @@ def test_where_the_controller_shows_nothing_the_shares_do():
 
 
 def test_what_nobody_shows_is_said_and_no_error():
-    found = balance(SPEC, qos="dear", ask=Slurm(user(), without=["assoc_mgr", "sshare"]))
+    found = account_balance(SPEC, qos="dear", ask=Slurm(user_name(), without=["assoc_mgr", "sshare"]))
     assert found.limits == ()
     assert "access denied" in found.unseen
-    silent = balance(
+    silent = account_balance(
         SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": None})}),
         qos="",
-        ask=Slurm(user(), without=["sacctmgr"]),
+        ask=Slurm(user_name(), without=["sacctmgr"]),
     )
     assert "does not tell the account" in silent.unseen
 
 
 def test_a_qos_that_is_not_shown_is_said_beside_what_is():
-    found = balance(SPEC, qos="dear", ask=Slurm(user(), without=["flags=qos"]))
+    found = account_balance(SPEC, qos="dear", ask=Slurm(user_name(), without=["flags=qos"]))
     assert ("account proj", "billing") in lefts(found)
     assert "of QOS dear nothing is shown" in found.unseen
-    assert balance(SPEC, qos="nix", ask=Slurm(user())).unseen == "of QOS nix nothing is shown"
+    assert account_balance(SPEC, qos="nix", ask=Slurm(user_name())).unseen == "of QOS nix nothing is shown"
 
 
 def test_names_are_read_as_slurm_reads_them_and_variables_of_sbatch_count(monkeypatch):
     def asked(**slurm):
         return SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": Slurm_(**slurm)})})
 
-    assert balance(asked(account="Proj"), qos="Dear", ask=Slurm(user())) == balance(SPEC, qos="dear", ask=Slurm(user()))
+    assert account_balance(asked(account="Proj"), qos="Dear", ask=Slurm(user_name())) == account_balance(
+        SPEC, qos="dear", ask=Slurm(user_name())
+    )
     monkeypatch.setenv("SBATCH_ACCOUNT", "big")
-    assert balance(asked(), qos="", ask=Slurm(user())).account == "big"
-    assert balance(asked(account="proj"), qos="", ask=Slurm(user())).account == "proj"
+    assert account_balance(asked(), qos="", ask=Slurm(user_name())).account == "big"
+    assert account_balance(asked(account="proj"), qos="", ask=Slurm(user_name())).account == "proj"
 
 
 @pytest.mark.parametrize("account", ["hidden"])
 def test_an_account_that_is_not_shown(account):
     slurm = SPEC.cluster.slurm.model_copy(update={"account": account})
     asked = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": slurm})})
-    assert balance(asked, qos="", ask=Slurm(user())).unseen == "account hidden is not shown (PrivateData?)"
+    assert account_balance(asked, qos="", ask=Slurm(user_name())).unseen == "account hidden is not shown (PrivateData?)"

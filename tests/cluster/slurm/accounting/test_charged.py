@@ -1,6 +1,6 @@
 import pytest
 
-from tula_cli.cluster.slurm.accounting.charged import parse_charged, price_of
+from tula_cli.cluster.slurm.accounting.charged import parse_billed, price_of_billed
 from tula_cli.spec.resources import Pricing, SiteBill
 
 ROWS = """51417006|COMPLETED|24|billing=5,cpu=2,gres/gpu:a100=2,gres/gpu=2,mem=1500M,node=1
@@ -9,17 +9,17 @@ ROWS = """51417006|COMPLETED|24|billing=5,cpu=2,gres/gpu:a100=2,gres/gpu=2,mem=1
 
 
 def test_billing_times_elapsed_over_all_jobs():
-    found = parse_charged(ROWS)
+    found = parse_billed(ROWS)
     assert (found.jobs, found.open, found.billings) == (2, False, (5, 10))
     assert found.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
     pricing = Pricing(kind="billing", told=SiteBill(node=5, usage_factor=2, charge_factor=0.5))
-    assert price_of(found, pricing) == pytest.approx(found.billing_hours)
+    assert price_of_billed(found, pricing) == pytest.approx(found.billing_hours)
 
 
 def test_what_still_runs_is_said_and_what_nobody_knows_is_nothing():
-    assert parse_charged(ROWS.replace("TIMEOUT", "RUNNING")).open
+    assert parse_billed(ROWS.replace("TIMEOUT", "RUNNING")).open
     again = "7|REQUEUED|60|billing=5\n7|{}|30|billing=5"
-    assert parse_charged(again.format("RUNNING")).open
-    assert not parse_charged(again.format("COMPLETED")).open
-    assert parse_charged("7|REQUEUED|60|billing=5").open
-    assert parse_charged("") is None
+    assert parse_billed(again.format("RUNNING")).open
+    assert not parse_billed(again.format("COMPLETED")).open
+    assert parse_billed("7|REQUEUED|60|billing=5").open
+    assert parse_billed("") is None

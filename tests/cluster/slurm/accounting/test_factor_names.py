@@ -2,8 +2,8 @@
 
 import make_runs
 
-from tula_cli.cluster.slurm.accounting.factor_names import doubtful_factors
-from tula_cli.cluster.slurm.command import Answer
+from tula_cli.cluster.slurm.accounting.factor_names import warn_unknown_factors
+from tula_cli.cluster.slurm.command import CommandResult
 
 FACTORS = {"qos_factors": {"DEAR": 3, "premum": 2}, "partition_factors": {"gpu": 2, "GPU": 2, "x": 0.5}}
 
@@ -17,8 +17,8 @@ class Site:
     def __call__(self, *command, patience):
         self.asked.append(command[0])
         if command[0] in self.silent:
-            return Answer("failed", complaint="refused")
-        return Answer(
+            return CommandResult("failed", complaint="refused")
+        return CommandResult(
             "done", {"sacctmgr": "normal||\ndear||\npremium|1-00:00:00|", "sinfo": "gpu\ndebug\n"}[command[0]]
         )
 
@@ -28,7 +28,7 @@ def job(kind="slurm", **factors):
 
 
 def test_names_that_slurm_does_not_know_are_told_with_the_nearest():
-    assert doubtful_factors(job(**FACTORS), ask=Site()) == [
+    assert warn_unknown_factors(job(**FACTORS), ask=Site()) == [
         "pricing.qos_factors: SLURM knows no QOS 'premum', so its factor 2 counts for no job (did you mean premium?)",
         "pricing.partition_factors: SLURM knows no partition 'GPU', so its factor 2 counts for no job (did you mean gpu?)",
         "pricing.partition_factors: SLURM knows no partition 'x', so its factor 0.5 counts for no job"
@@ -37,12 +37,12 @@ def test_names_that_slurm_does_not_know_are_told_with_the_nearest():
 
 
 def test_where_slurm_does_not_answer_nothing_is_said():
-    assert doubtful_factors(job(**FACTORS), ask=Site("sacctmgr", "sinfo")) == []
-    (told, _) = doubtful_factors(job(**FACTORS), ask=Site("sacctmgr"))
+    assert warn_unknown_factors(job(**FACTORS), ask=Site("sacctmgr", "sinfo")) == []
+    (told, _) = warn_unknown_factors(job(**FACTORS), ask=Site("sacctmgr"))
     assert "GPU" in told
 
 
 def test_nobody_is_asked_without_factors_or_without_slurm():
     site = Site()
-    assert doubtful_factors(job(), ask=site) == doubtful_factors(job("local", **FACTORS), ask=site) == []
+    assert warn_unknown_factors(job(), ask=site) == warn_unknown_factors(job("local", **FACTORS), ask=site) == []
     assert site.asked == []

@@ -8,7 +8,7 @@ import make_runs
 import pytest
 from fake_slurm import FakeSlurm, local
 
-from tula_cli.cluster.slurm.accounting.waits import KEPT, SlurmQueue, limit_minutes, own_waits
+from tula_cli.cluster.slurm.accounting.waits import KEPT_SECONDS, SlurmQueue, parse_limit_minutes, waits_of_run
 from tula_cli.run.directory import RunDir
 
 NOW = 1_700_000_000.0
@@ -89,7 +89,9 @@ def test_without_accounting_the_runs_own_jobs_tell(slurm, run):
     run.write_job(make_runs.job(job, nodes=2, scheduler="slurm", at=NOW - 500))
     run.write_attempt(make_runs.attempt(job, start=NOW - 440, end=NOW - 100, allocation="4711.0"))
     found = SlurmQueue().history(run, run.spec(), now=NOW)
-    assert [(past.wait, past.nodes) for past in found.waits] == [(60, 2)] == [(p.wait, p.nodes) for p in own_waits(run)]
+    assert (
+        [(past.wait, past.nodes) for past in found.waits] == [(60, 2)] == [(p.wait, p.nodes) for p in waits_of_run(run)]
+    )
     assert found.words == "1 jobs of this run alone (Slurm accounting storage is disabled)"
 
 
@@ -98,14 +100,14 @@ def test_the_scheduler_is_asked_once_with_the_very_script_and_kept_for_ten_minut
     queue, spec = SlurmQueue(), run.spec()
     found = queue.estimate(run, spec, nodes=2, minutes=60, now=NOW)
     assert found.wait == 1800
-    assert queue.estimate(run, spec, nodes=2, minutes=60, now=NOW + KEPT - 1) == found
+    assert queue.estimate(run, spec, nodes=2, minutes=60, now=NOW + KEPT_SECONDS - 1) == found
     (call,) = slurm.calls("sbatch")
     assert call.arguments[0] == "--test-only" and slurm.jobs() == []
     with open(call.arguments[1]) as file:
         text = file.read()
     assert "#SBATCH --time=60" in text and "#SBATCH --nodes=2" in text and "#SBATCH --partition=gpu" in text
     queue.estimate(run, spec, nodes=4, minutes=60, now=NOW)
-    queue.estimate(run, spec, nodes=2, minutes=60, now=NOW + KEPT)
+    queue.estimate(run, spec, nodes=2, minutes=60, now=NOW + KEPT_SECONDS)
     assert len(slurm.calls("sbatch")) == 3
 
 
@@ -119,4 +121,4 @@ def test_a_refusal_is_an_estimate_that_tells_nothing(slurm, run):
     ("words", "minutes"), [("01:30:00", 90), ("2-00:00:00", 2880), ("00:00:30", 0.5), ("UNLIMITED", None), ("", None)]
 )
 def test_time_limits_as_slurm_writes_them(words, minutes):
-    assert limit_minutes(words) == minutes
+    assert parse_limit_minutes(words) == minutes

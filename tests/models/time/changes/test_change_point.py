@@ -7,7 +7,7 @@ import pytest
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from tula_cli.models.time.changes.change_point import LEAST, MOST, ChangePointTest, split_statistics
+from tula_cli.models.time.changes.change_point import MAX_VALUES, MIN_VALUES, ChangePointTest, split_statistics
 
 Series = NDArray[np.float64]
 
@@ -59,20 +59,20 @@ def test_a_change_too_small_to_matter_is_not_told() -> None:
 
 def test_fewer_slow_values_than_a_level_needs_are_not_told() -> None:
     series = np.full(100, 0.05) + 1e-4 * np.arange(100) % 3e-4
-    series[50 : 50 + LEAST - 5] *= 3
+    series[50 : 50 + MIN_VALUES - 5] *= 3
     assert told(series) == []
 
 
 def test_a_load_that_comes_and_goes_is_not_told_for_ever() -> None:
     rng = np.random.default_rng(17)
     series = step_times(rng, 2000)
-    for start in range(0, 2000, 2 * LEAST):
-        series[start : start + LEAST] *= 1.5
+    for start in range(0, 2000, 2 * MIN_VALUES):
+        series[start : start + MIN_VALUES] *= 1.5
     assert len(told(series)) <= 3
     lasting = step_times(rng, 1200)
     for start in range(200, 1200, 400):
         lasting[start : start + 200] *= 1.5
     found = told(lasting)
-    assert len(found) == 5 and all(at - since < 2 * MOST for at, since in found)
+    assert len(found) == 5 and all(at - since < 2 * MAX_VALUES for at, since in found)
     gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(found)]
-    assert min(gaps) > LEAST
+    assert min(gaps) > MIN_VALUES

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from tula_cli.models.time.changes.two_probes import ERRORS_APART, LEAST, step_ratio
+from tula_cli.models.time.changes.two_probes import ERRORS_APART, MIN_DIFFERENCE, compare_step_times
 
 
 def times(middle: float, jitter: float, seed: int, steps: int = 30) -> list[float]:
@@ -11,31 +11,33 @@ def times(middle: float, jitter: float, seed: int, steps: int = 30) -> list[floa
 
 
 def test_probes_that_are_alike_are_hardly_ever_told_apart() -> None:
-    told = sum(step_ratio(times(0.1, 0.1, seed), times(0.1, 0.1, seed + 5000)).beyond_noise for seed in range(400))
+    told = sum(
+        compare_step_times(times(0.1, 0.1, seed), times(0.1, 0.1, seed + 5000)).is_beyond_noise for seed in range(400)
+    )
     assert told <= 4, "1 % of 400"
 
 
 def test_a_fifth_more_is_found_where_steps_scatter_by_five_percent() -> None:
-    found = [step_ratio(times(0.1, 0.05, seed), times(0.12, 0.05, seed + 5000)) for seed in range(50)]
-    assert all(one.beyond_noise for one in found)
+    found = [compare_step_times(times(0.1, 0.05, seed), times(0.12, 0.05, seed + 5000)) for seed in range(50)]
+    assert all(one.is_beyond_noise for one in found)
     assert np.median([one.ratio for one in found]) == pytest.approx(1.2, rel=0.01)
 
 
 def test_the_same_way_back() -> None:
     one, other = times(0.1, 0.02, 1), times(0.13, 0.02, 2)
-    there, back = step_ratio(one, other), step_ratio(other, one)
+    there, back = compare_step_times(one, other), compare_step_times(other, one)
     assert there.ratio * back.ratio == pytest.approx(1)
-    assert there.error == pytest.approx(back.error) and there.beyond_noise and back.beyond_noise
+    assert there.error == pytest.approx(back.error) and there.is_beyond_noise and back.is_beyond_noise
 
 
 def test_what_is_closer_than_jobs_are_by_themselves_is_not_told() -> None:
-    exact = step_ratio([0.1] * 10, [0.1 * (1 + LEAST / 2)] * 10)
-    assert exact.error == pytest.approx(0, abs=1e-9) and not exact.beyond_noise
-    assert step_ratio([0.1] * 10, [0.1 * (1 + 2 * LEAST)] * 10).beyond_noise
+    exact = compare_step_times([0.1] * 10, [0.1 * (1 + MIN_DIFFERENCE / 2)] * 10)
+    assert exact.error == pytest.approx(0, abs=1e-9) and not exact.is_beyond_noise
+    assert compare_step_times([0.1] * 10, [0.1 * (1 + 2 * MIN_DIFFERENCE)] * 10).is_beyond_noise
 
 
 def test_too_few_steps_tell_nothing() -> None:
-    found = step_ratio([0.1] * 4, [0.3] * 4)
-    assert math.isinf(found.error) and not found.beyond_noise
+    found = compare_step_times([0.1] * 4, [0.3] * 4)
+    assert math.isinf(found.error) and not found.is_beyond_noise
     assert found.ratio == pytest.approx(3)
     assert ERRORS_APART > 2

@@ -4,103 +4,113 @@ import pytest
 from accounting_recorded import Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.accounting.site_bill import user
+from tula_cli.cluster.slurm.accounting.site_bill import user_name
 from tula_cli.errors import OverBudget, SpecError
-from tula_cli.services.recommendation.beyond.account_balance import carried, needed, probes_lacking, require_carried
-from tula_cli.services.recommendation.beyond.site_charges import billed
+from tula_cli.services.recommendation.beyond.account_balance import (
+    check_balance,
+    describe_lacking_for_probes,
+    needed_minutes,
+    require_balance,
+)
+from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
 from tula_cli.spec.resources import SiteBill
 
-ASK = Slurm(user())
+ASK = Slurm(user_name())
 
 
 def job(*, pricing=None, **slurm):
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {"partition": "billed", "account": "proj", **slurm}}
-    return billed(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, ask=ASK)
+    return with_site_billing(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, ask=ASK)
 
 
 def test_a_bill_of_the_users_own_does_not_tell_whether_other_limits_hold():
     asked = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
     asked = asked.model_copy(update={"pricing": asked.pricing.model_copy(update={"told": SiteBill(node=1)})})
-    found = carried(asked, nodes=1, hours=0.1, ask=Slurm(user()))
+    found = check_balance(asked, nodes=1, hours=0.1, ask=Slurm(user_name()))
     assert "there are limits on cpu" in found.unknown
 
 
 def test_a_job_takes_minutes_of_each_tres_times_its_usage_factor():
     told = SiteBill(node=2.4, usage_factor=2.0, tres={"cpu": 8.0, "mem": 1024.0})
-    assert needed(told, nodes=3, hours=0.5) == {"cpu": 24 * 30 * 2, "mem": 3072 * 30 * 2, "billing": 7 * 30 * 2}
+    assert needed_minutes(told, nodes=3, hours=0.5) == {"cpu": 24 * 30 * 2, "mem": 3072 * 30 * 2, "billing": 7 * 30 * 2}
 
 
 def test_the_tightest_limit_of_all_above_decides():
     """41 minutes of billing are left of account big: at 5 an hour that is 8.2 minutes of one node."""
-    fits = carried(job(), nodes=1, hours=8 / 60, ask=ASK)
+    fits = check_balance(job(), nodes=1, hours=8 / 60, ask=ASK)
     assert fits is not None and not fits.lacking and not fits.lacking_at_most
     assert fits.words.startswith("account big has 0.683 of 1.67 SU left (0.667 held for what runs), of which it takes")
-    require_carried(fits)
-    beyond = carried(job(), nodes=1, hours=9 / 60, ask=ASK)
+    require_balance(fits)
+    beyond = check_balance(job(), nodes=1, hours=9 / 60, ask=ASK)
     assert beyond is not None and "the balance cannot carry it: account big" in beyond.lacking
     with pytest.raises(
         OverBudget, match=r"account big has 0\.683 of 1\.67 SU left .* takes 0\.750 SU; nothing was submitted"
     ):
-        require_carried(beyond)
+        require_balance(beyond)
 
 
 def test_a_dear_qos_takes_twice_as_much_and_has_a_limit_of_its_own():
-    assert carried(job(qos="dear"), nodes=1, hours=4 / 60, ask=ASK).lacking == ""
-    assert "account big" in carried(job(qos="dear"), nodes=1, hours=5 / 60, ask=ASK).lacking
+    assert check_balance(job(qos="dear"), nodes=1, hours=4 / 60, ask=ASK).lacking == ""
+    assert "account big" in check_balance(job(qos="dear"), nodes=1, hours=5 / 60, ask=ASK).lacking
 
 
 def test_the_upper_end_of_the_interval_is_held_to_it_too():
-    found = carried(job(), nodes=1, hours=8 / 60, at_most=9 / 60, ask=ASK)
+    found = check_balance(job(), nodes=1, hours=8 / 60, at_most=9 / 60, ask=ASK)
     assert found.lacking == "" and found.lacking_at_most
     with pytest.raises(OverBudget, match="at the upper end of its 90 % interval"):
-        require_carried(found)
+        require_balance(found)
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (carried(job(), nodes=1, hours=None, ask=ASK), "nothing predicts what it takes"),
-        (carried(job(), nodes=1, hours=0.01, ask=Slurm(user(), without=["assoc_mgr", "sshare"])), "access denied"),
-        (carried(job(account="hidden"), nodes=1, hours=0.01, ask=ASK), "account hidden is not shown"),
+        (check_balance(job(), nodes=1, hours=None, ask=ASK), "nothing predicts what it takes"),
+        (
+            check_balance(job(), nodes=1, hours=0.01, ask=Slurm(user_name(), without=["assoc_mgr", "sshare"])),
+            "access denied",
+        ),
+        (check_balance(job(account="hidden"), nodes=1, hours=0.01, ask=ASK), "account hidden is not shown"),
     ],
 )
 def test_what_cannot_be_known_is_told_and_not_promised(found, words):
     assert found.lacking == ""
     with pytest.raises(OverBudget, match=f"--within-balance cannot be kept: .*{words}"):
-        require_carried(found)
+        require_balance(found)
 
 
 def test_a_price_of_another_kind_has_no_balance():
-    found = carried(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, ask=ASK)
+    found = check_balance(spec(pricing={"price": 2.0}), nodes=1, hours=1.0, ask=ASK)
     assert found is None
     with pytest.raises(SpecError, match=r"set pricing.kind: billing"):
-        require_carried(found)
+        require_balance(found)
 
 
 def test_no_limit_is_as_much_as_one_likes():
-    free = Slurm(user())
+    free = Slurm(user_name())
     unlimited = job(account="lab")
     texts = "ClusterName=t Account=lab UserName= Partition=\n    ParentAccount=root(1)\n    GrpTRESMins=cpu=N(3),billing=N(4)\n"
-    found = carried(unlimited, nodes=8, hours=1e6, ask=lambda *c: texts if "accounts=lab" in c else free(*c))
-    require_carried(found)
+    found = check_balance(unlimited, nodes=8, hours=1e6, ask=lambda *c: texts if "accounts=lab" in c else free(*c))
+    require_balance(found)
     assert "account lab has no limit" in found.words
 
 
 def test_own_charge_factors_are_not_in_the_balance_of_slurm():
-    found = carried(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, ask=ASK)
+    found = check_balance(job(pricing={"partition_factors": {"billed": 3}}), nodes=1, hours=8 / 60, ask=ASK)
     assert found.lacking == "" and "billing-hours left" in found.words
 
 
 def test_probes_are_told_when_the_balance_may_not_carry_them():
-    assert "may not carry the probes: account big has 0.683 of 1.67 SU" in probes_lacking(job(), 1.0, ask=ASK)
-    assert probes_lacking(job(), 0.05, ask=ASK) == ""
-    assert probes_lacking(spec(), 100.0, ask=ASK) == ""
+    assert "may not carry the probes: account big has 0.683 of 1.67 SU" in describe_lacking_for_probes(
+        job(), 1.0, ask=ASK
+    )
+    assert describe_lacking_for_probes(job(), 0.05, ask=ASK) == ""
+    assert describe_lacking_for_probes(spec(), 100.0, ask=ASK) == ""
 
 
 def test_each_type_of_node_has_its_own_bill():
     types = {"a": {"cluster": {"slurm": {"partition": "half"}}}, "b": {"cluster": {"slurm": {"partition": "billed"}}}}
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {}}
-    found = billed(spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types), None, ask=ASK)
+    found = with_site_billing(spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types), None, ask=ASK)
     assert {name: own.pricing.told.node for name, own in found.by_type().items()} == {"a": pytest.approx(0.6), "b": 5.0}
     written = found.without_bill()
     assert all(own.pricing.told is None for own in written.by_type().values())

@@ -11,7 +11,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent
-from tula_cli.services.recommend import keep, recommend
+from tula_cli.services.recommend import recommend, store_answer
 from tula_cli.services.recommendation.answer import Answer
 from tula_cli.services.recommendation.limits import Criteria
 
@@ -97,7 +97,7 @@ def test_it_is_part_of_the_question_and_not_for_a_training_under_way() -> None:
 
 def prepared(run: RunDir) -> tuple[train.PreparedTraining, list[str]]:
     """Return the training that is recommended, and what is warned of."""
-    preparing, told = train.prepare(run, run.spec(), pytest.fail), []
+    preparing, told = train.prepare_training(run, run.spec(), pytest.fail), []
     while True:
         try:
             told += [event.text for event in [next(preparing)] if isinstance(event, WarningEvent)]
@@ -108,7 +108,7 @@ def prepared(run: RunDir) -> tuple[train.PreparedTraining, list[str]]:
 def test_what_is_trained_is_predicted_by_the_other_run_too(large: RunDir, tmp_path: Path) -> None:
     small = run_of(tmp_path, 1, (1, 2))
     answer = ask(large, Path(small.path.name))
-    keep(large, large.spec(), answer)
+    store_answer(large, large.spec(), answer)
     ready, told = prepared(large)
     assert told == [] and ready.plan.prediction is not None
     chosen = answer.recommendation.choice
@@ -119,7 +119,7 @@ def test_what_is_trained_is_predicted_by_the_other_run_too(large: RunDir, tmp_pa
 
 def test_where_the_other_run_is_gone_that_is_said_and_the_training_starts(large: RunDir, tmp_path: Path) -> None:
     small = run_of(tmp_path, 1, (1, 2))
-    keep(large, large.spec(), ask(large, small.path))
+    store_answer(large, large.spec(), ask(large, small.path))
     shutil.rmtree(small.path)
     ready, told = prepared(large)
     assert ready.plan.prediction is None and ready.plan.task.nodes == 4

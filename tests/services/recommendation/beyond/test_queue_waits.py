@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from make_results import Truth, probe_all, spec
 
-from tula_cli.cluster.slurm.accounting.waits import Estimate, History
+from tula_cli.cluster.slurm.accounting.waits import Estimate, WaitHistory
 from tula_cli.errors import SpecError
 from tula_cli.models.queue.size_classes import PastWait
 from tula_cli.run.directory import RunDir
@@ -21,7 +21,7 @@ class MadeUp:
         self.per_node, self.told = per_node, estimate
         self.asked: list[tuple[int, int]] = []
 
-    def history(self, run: object, spec: object, *, now: float) -> History:
+    def history(self, run: object, spec: object, *, now: float) -> WaitHistory:
         waits = [
             PastWait(
                 now - 5000 + number - self.per_node * nodes * minutes / 60,
@@ -33,7 +33,7 @@ class MadeUp:
             for minutes in (60, 240, 720, 1440)
             for number in range(60)
         ]
-        return History(waits, "made-up jobs")
+        return WaitHistory(waits, "made-up jobs")
 
     def estimate(self, run: object, spec: object, *, nodes: int, minutes: int, now: float) -> Estimate:
         self.asked.append((nodes, minutes))

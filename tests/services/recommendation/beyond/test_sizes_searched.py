@@ -9,9 +9,9 @@ from make_results import Truth, measured, spec
 
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.services import train
-from tula_cli.services.recommend import keep, recommend
+from tula_cli.services.recommend import recommend, store_answer
 from tula_cli.services.recommendation.answer import Answer
-from tula_cli.services.search import probes
+from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 
 SYNC = 0.18
@@ -31,7 +31,7 @@ def job(**search: object) -> JobSpec:
 
 
 def planned(part: Part) -> dict[int, tuple[int, ...]]:
-    return probes(part.spec, dataset_size=50_000, max_local_batch=1024)
+    return choose_probes(part.spec, dataset_size=50_000, max_local_batch=1024)
 
 
 def truth(part: Part) -> Truth:
@@ -39,7 +39,7 @@ def truth(part: Part) -> Truth:
 
 
 def write(part: Part) -> None:
-    part.run.adopt(part.spec)
+    part.run.save_job(part.spec)
     for nodes, local_batches in planned(part).items():
         for local in local_batches:
             part.run.write_result(measured(truth(part), nodes, local))
@@ -67,7 +67,7 @@ def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunD
 
 
 def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir) -> None:
-    rows = ask(run).every().rows
+    rows = ask(run).with_all_rows().rows
     assert {(row.type, row.nodes) for row in rows} == {(f"gpus-{g}", n) for g in (1, 2, 4) for n in (1, 2, 4)}
     off, inside = [], []
     for row in rows:
@@ -80,7 +80,7 @@ def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir
 
 def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run: RunDir) -> None:
     answer = recommend(run, run.spec(), objective="cost", now=1.0)
-    found, every = answer.recommendation, answer.every().rows
+    found, every = answer.recommendation, answer.with_all_rows().rows
     rows = {(row.type, row.nodes, row.batch): row for row in every}
     for kind, gpus in (("gpus-1", 1), ("gpus-4", 4)):
         row = rows[kind, 2, 1024]
@@ -90,16 +90,16 @@ def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run
 
 def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
     answer = ask(run)
-    keep(run, run.spec(), answer)
+    store_answer(run, run.spec(), answer)
     header, *lines = (line.split(",") for line in (run.path / "results.csv").read_text().splitlines())
     told = {(line[header.index("node_type")], line[header.index("gpus_per_node")]) for line in lines}
     assert told == {("gpus-1", "1"), ("gpus-2", "2"), ("gpus-4", "4")}
 
 
 def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
-    row = next(row for row in ask(run).every().rows if (row.type, row.nodes, row.batch) == ("gpus-2", 4, 2048))
+    row = next(row for row in ask(run).with_all_rows().rows if (row.type, row.nodes, row.batch) == ("gpus-2", 4, 2048))
     (part,) = run.parts(run.spec(), "gpus-2")
-    preparing = train.prepare(run, run.spec(), pytest.fail, nodes=4, batch=2048, node_type="gpus-2")
+    preparing = train.prepare_training(run, run.spec(), pytest.fail, nodes=4, batch=2048, node_type="gpus-2")
     told = []
     while True:
         try:

@@ -9,7 +9,7 @@ from make_results import Truth, out_of_memory, probe_all, spec
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models.time.what_if import Change
 from tula_cli.run.directory import RunDir
-from tula_cli.services.recommend import keep, recommend, renews, save
+from tula_cli.services.recommend import recommend, save_answer, should_replace, store_answer
 from tula_cli.services.recommendation.answer import Answer
 from tula_cli.services.recommendation.beyond.suppositions import parsed
 from tula_cli.services.recommendation.limits import Criteria
@@ -113,8 +113,10 @@ def test_what_the_choice_takes_there_is_told_also_where_it_is_out_of_the_limits(
 def test_nothing_of_it_is_ever_kept(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
     answer = ask(run, "compute=2x")
-    assert not renews(answer.recommendation, None) and not renews(answer.recommendation, answer.recommendation)
-    for store in (lambda: keep(run, run.spec(), answer), lambda: save(run, run.spec(), answer)):
+    assert not should_replace(answer.recommendation, None) and not should_replace(
+        answer.recommendation, answer.recommendation
+    )
+    for store in (lambda: store_answer(run, run.spec(), answer), lambda: save_answer(run, run.spec(), answer)):
         with pytest.raises(SpecError, match="such an answer is not saved"):
             store()
     assert sorted(run.path.iterdir()) == before

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from make_results import Truth, inspected, probe_all, spec
 
-from tula_cli.cluster.scheduling.chains import chain, time_limit
+from tula_cli.cluster.scheduling.chains import chain_tasks, time_limit
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.services import profile, train
@@ -73,15 +73,15 @@ def test_a_chain_of_too_many_jobs_is_left_out(tmp_path):
 
 def test_jobs_ask_for_no_more_than_their_bin(tmp_path):
     run = measured(tmp_path, job(FRONTIER))
-    planned = train.plan(run, run.spec(), nodes=2, batch=256, inspect=lambda _: inspected())
+    planned = train.plan_training(run, run.spec(), nodes=2, batch=256, inspect=lambda _: inspected())
     assert time_limit(planned.task) == 30
-    longer = train.plan(run, run.spec(), nodes=8, batch=256, inspect=lambda _: inspected())
+    longer = train.plan_training(run, run.spec(), nodes=8, batch=256, inspect=lambda _: inspected())
     assert time_limit(longer.task) == 720
-    assert len(chain(planned.task)) > len(chain(longer.task))
+    assert len(chain_tasks(planned.task)) > len(chain_tasks(longer.task))
     with pytest.raises(
         SpecError, match=r"16 nodes: the site lets no job have so many \(cluster.slurm.limits: up to 2 nodes 0.5 h"
     ):
-        train.plan(run, run.spec(), nodes=16, batch=256, inspect=lambda _: inspected())
+        train.plan_training(run, run.spec(), nodes=16, batch=256, inspect=lambda _: inspected())
 
 
 def test_a_measuring_job_that_does_not_fit_is_a_problem_before_it_is_submitted():
@@ -91,7 +91,7 @@ def test_a_measuring_job_that_does_not_fit_is_a_problem_before_it_is_submitted()
         "a measuring job takes up to 22.0 min" in text and "allows 2 nodes 6.00 min" in text for text in found.problems
     )
     with pytest.raises(Infeasible, match=r"lower search.max_minutes"):
-        profile.plan(short, inspected(), None)
+        profile.plan_probes(short, inspected(), None)
 
 
 def test_searched_nodes_beyond_the_bins_are_left_out_and_said():

@@ -15,9 +15,9 @@ from tula_cli.worker.train.watching import gradient_noise
 
 def test_it_is_that_of_explicit_gradients(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    stats = GradientStats.model_validate(gradient_noise.measure(subject, batches=8)["stats"])
+    stats = GradientStats.model_validate(gradient_noise.measure_gradient_noise(subject, batches=8)["stats"])
     assert (stats.local_batch, stats.batch, stats.steps) == (16, 32, 4)
-    stream = worker_train_loop.upcoming(subject)
+    stream = worker_train_loop.upcoming_micro_batches(subject)
     singles = []
     for _ in range(8):
         inputs, targets = next(stream)
@@ -31,9 +31,9 @@ def test_it_is_that_of_explicit_gradients(alone: Ranks) -> None:
 
 def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
     subject = trainer(spec(model={"args": {"norm": True, "dropout": 0.5}}), alone)
-    next(worker_train_loop.steps(subject))
+    next(worker_train_loop.run_steps(subject))
     before, batch = weights(subject), subject.last_batch
-    gradient_noise.measure(subject, batches=8)
+    gradient_noise.measure_gradient_noise(subject, batches=8)
     assert same(weights(subject), before), "BatchNorm's statistics among them"
     assert subject.last_batch is batch and subject.parallel.module.training
     assert all(p.grad is None for p in subject.parallel.parameters())
@@ -41,11 +41,14 @@ def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
 
 def test_what_two_epochs_do_not_hold_is_not_asked_for(alone: Ranks) -> None:
     subject = trainer(spec(dataset={"args": {"size": 80}}), alone)  # 5 batches an epoch
-    found = gradient_noise.measure(subject, batches=64)
+    found = gradient_noise.measure_gradient_noise(subject, batches=64)
     stats = found["stats"]
     assert (stats["steps"], stats["batch"]) == (5, 32), "10 batches in groups of 2, all of one size"
     assert (
-        gradient_noise.measure(trainer(spec(dataset={"args": {"size": 16}}), alone), batches=64)["stats"]["steps"] == 1
+        gradient_noise.measure_gradient_noise(trainer(spec(dataset={"args": {"size": 16}}), alone), batches=64)[
+            "stats"
+        ]["steps"]
+        == 1
     )
 
 

@@ -12,13 +12,13 @@ import pytest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.worker.train.watching import hang_watch
-from tula_cli.worker.train.watching.hang_watch import HangWatch, waits_for_others
+from tula_cli.worker.train.watching.hang_watch import HangWatch, is_waiting_for_peers
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_watch, "LEAST", 0.2)
-    monkeypatch.setattr(hang_watch, "TICK", 0.02)
+    monkeypatch.setattr(hang_watch, "MIN_LIMIT", 0.2)
+    monkeypatch.setattr(hang_watch, "POLL_SECONDS", 0.02)
 
 
 class Watched:
@@ -39,7 +39,7 @@ class Watched:
 
     def follow(self, steps: Iterator[Any], pause: float = 0.0) -> int:
         count = 0
-        for _ in self.watch.watched(steps):
+        for _ in self.watch.watch_steps(steps):
             time.sleep(pause)
             count += 1
         return count
@@ -96,14 +96,14 @@ def test_who_waits_for_another_rank_does_not_hang(watched: Watched, monkeypatch:
         time.sleep(0.6)
         yield 1
 
-    monkeypatch.setattr(hang_watch, "waits_for_others", lambda frame: True)
+    monkeypatch.setattr(hang_watch, "is_waiting_for_peers", lambda frame: True)
     assert watched.follow(waiting()) == 2
     assert not watched.ended.is_set()
 
 
 def test_a_training_alone_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Watched(tmp_path, world=1)
-    monkeypatch.setattr(hang_watch, "waits_for_others", lambda frame: True)
+    monkeypatch.setattr(hang_watch, "is_waiting_for_peers", lambda frame: True)
     alone.follow(steps(alone, 2))
     assert alone.ended.is_set()
 
@@ -121,4 +121,4 @@ def test_a_training_alone_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.M
 def test_waiting_is_told_by_the_innermost_frame(module: str, function: str, waits: bool) -> None:
     names: dict[str, Any] = {"__name__": module}
     exec(f"import sys\ndef {function}():\n    return sys._getframe()", names)
-    assert waits_for_others(names[function]()) == waits
+    assert is_waiting_for_peers(names[function]()) == waits

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from worker_jobs import Interrupted, LeavesAt, final_weights, rows, same, spec, staged, train_task
 
-from tula_cli.models.ramp.by_noise import decision_words
+from tula_cli.models.ramp.by_noise import describe_decision
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import StageDecision
 from tula_cli.run.records.tasks import TrainTask
@@ -66,8 +66,8 @@ def test_every_rank_is_told_and_so_is_the_user(alone: Ranks, run: RunDir, capsys
     task = staged(epochs=3)
     train(run, alone, task)
     row, *_ = run.training(task.signature).stage_decisions()
-    assert f"stages: {decision_words(row)}" in capsys.readouterr().out
-    assert decision_words(row).startswith("batch 16 is put off to epoch 2.01: gradient noise scale")
+    assert f"stages: {describe_decision(row)}" in capsys.readouterr().out
+    assert describe_decision(row).startswith("batch 16 is put off to epoch 2.01: gradient noise scale")
 
 
 class Killed(Exception):
@@ -77,7 +77,7 @@ class Killed(Exception):
 def test_a_decision_that_is_written_and_not_yet_in_effect_is_what_the_next_start_takes(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch, unbroken: tuple[RunDir, TrainTask]
 ) -> None:
-    task, write, measure = staged(), TrainingRun.write_stage_decisions, gradient_noise.measure
+    task, write, measure = staged(), TrainingRun.write_stage_decisions, gradient_noise.measure_gradient_noise
     for number in range(1, 5):
 
         def written(files: TrainingRun, decisions: list[StageDecision]) -> None:
@@ -91,7 +91,9 @@ def test_a_decision_that_is_written_and_not_yet_in_effect_is_what_the_next_start
     monkeypatch.undo()
     # what a start measures at the same place another time, on other GPUs say, changes nothing of what was decided
     monkeypatch.setattr(
-        gradient_noise, "measure", lambda *args, **named: {**measure(*args, **named), "scale": 1e9, "high": 1e9}
+        gradient_noise,
+        "measure_gradient_noise",
+        lambda *args, **named: {**measure(*args, **named), "scale": 1e9, "high": 1e9},
     )
     train(run, alone, task)
     assert content(run, task) == content(*unbroken)
@@ -150,7 +152,7 @@ def test_after_an_out_of_memory_what_was_put_off_stays_so(alone: Ranks, run: Run
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every measurement tell less noise than any batch has samples."""
     row: dict[str, Any] = {"scale": 1.0, "low": 0.5, "high": 2.0, "stats": {}, "seconds": 0.0}
-    monkeypatch.setattr(gradient_noise, "measure", lambda *args, **named: row)
+    monkeypatch.setattr(gradient_noise, "measure_gradient_noise", lambda *args, **named: row)
 
 
 @pytest.mark.usefixtures("no_noise")
@@ -178,7 +180,7 @@ def test_more_nodes_wait_for_a_stage_that_is_put_off(
     of_nodes = tuple(stage.model_copy(update={"nodes": nodes[stage.batch]}) for stage in task.stages)
     on_one = task.model_copy(update={"stages": of_nodes})
     train(run, alone, on_one)
-    assert run.stopped(task.id, 1) == "stage_end" and run.training(task.signature).result() is None
+    assert run.stop_reason(task.id, 1) == "stage_end" and run.training(task.signature).result() is None
     begun = [row["samples"] for row in rows(unbroken[0], task, "stage")][-1]
     assert told(run, task) == DECIDED and run.training(task.signature).newest_samples() == begun > 450, "as was planned"
     anew = task.model_copy(update={"nodes": 2, "stages": of_nodes, "attempt": 2, "id": f"{task.id}-2"})
@@ -194,4 +196,4 @@ def test_a_ramp_that_stops_never_leaves_for_more_nodes(alone: Ranks, run: RunDir
     train(run, alone, task.model_copy(update={"stages": of_nodes}))
     assert [row[2] for row in told(run, task)][-1] == "stopped"
     result = run.training(task.signature).result()
-    assert result is not None and result.steps == 4 * 12 and not run.stopped(task.id, 1)
+    assert result is not None and result.steps == 4 * 12 and not run.stop_reason(task.id, 1)

@@ -93,13 +93,13 @@ def test_following_a_step_does_not_wait_for_the_device(method: dict[str, Any], a
         subject = trainer(job(method), alone)
         found = Diagnostics.attach(subject)
         assert found is not None
-        stream = worker_train_loop.steps(subject)
+        stream = worker_train_loop.run_steps(subject)
         done = [next(stream) for _ in range(STEPS + 1)]  # factors are there
         with watched() as seen:
-            found.follow(subject, done[-1])
+            found.record_step(subject, done[-1])
         assert not seen.waits
         with watched() as seen:
-            found.take()
+            found.take_rows()
         assert seen.waits  # there they are read
 
 
@@ -148,7 +148,7 @@ def test_a_line_that_a_kill_has_cut_is_dropped_before_others_follow(tmp_path: Pa
 def test_metrics_cut_the_rows_also_where_nobody_adds_any(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec())
     StepFile(run.training(task.signature)).add(steps(5), close=True)
-    with metrics.Metrics(run, task, first=True, samples=16):
+    with metrics.MetricsFile(run, task, is_first=True, samples=16):
         assert run.training(task.signature).steps().samples == [8, 16]
 
 

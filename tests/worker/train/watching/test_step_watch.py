@@ -8,7 +8,7 @@ import pytest
 import torch
 from worker_jobs import rows, spec, train_task
 
-from tula_cli.models.time.changes.step_change import words
+from tula_cli.models.time.changes.step_change import describe_step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.device import Clock
@@ -74,7 +74,7 @@ def test_a_hog_is_told_once_when_it_comes_and_once_when_it_goes(
 
 
 def test_it_is_said_in_words(hogged: Any) -> None:
-    slower, faster = map(words, hogged.run.training(hogged.task.signature).changes())
+    slower, faster = map(describe_step_change, hogged.run.training(hogged.task.signature).changes())
     assert ": the nodes compute more slowly; computing 8" in slower and " USD more" in slower
     assert ": the nodes compute faster; computing 5" in faster and " USD less" in faster
 
@@ -87,7 +87,7 @@ def fake(world: int = 2, *, others: tuple[float, float, float] = (0.0, 0.0, -9.0
 
     job = spec(train={"compile": False})
     return SimpleNamespace(
-        ranks=SimpleNamespace(world=world, first=True, maxima=maxima), clock=Clock(torch.device("cpu")), spec=job,
+        ranks=SimpleNamespace(world=world, is_first=True, elementwise_max=maxima), clock=Clock(torch.device("cpu")), spec=job,
         position=SimpleNamespace(samples=0), epoch=0.0, local_sgd=False, parallel=torch.nn.Linear(1, 1), on_backward=None,
     )  # fmt: skip
 
@@ -98,16 +98,16 @@ def step(*, data: float, whole: float, refreshed: bool = False) -> Step:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> StepWatch:
-    monkeypatch.setattr(StepWatch, "told_apart", True)
+    monkeypatch.setattr(StepWatch, "can_separate_parts", True)
     return StepWatch(fake(others=(0.03, 0.2, -0.01)))
 
 
 def test_the_slowest_rank_counts_and_the_one_that_waits_least(watch: StepWatch) -> None:
     for _ in range(3):
-        watch.follow(step(data=0.02, whole=0.30))
+        watch.record_step(step(data=0.02, whole=0.30))
         watch.spy.exposed.append((0.0, 0.18))
-    watch.follow(step(data=0.02, whole=9.0, refreshed=True))
-    watch.look()
+    watch.record_step(step(data=0.02, whole=9.0, refreshed=True))
+    watch.judge_steps()
     seen = watch.newest
     assert seen is not None and (seen.step, seen.data, seen.sync) == (0.30, 0.03, 0.01)
     assert seen.compute == pytest.approx(0.2), "this rank's 0.1 are less"
@@ -120,22 +120,22 @@ def test_hooks_are_there_for_three_steps_after_a_look(watch: StepWatch) -> None:
     seen = []
     for _ in range(4):
         seen.append((hooks(), watch.trainer.on_backward is not None))
-        watch.follow(step(data=0.0, whole=0.1))
+        watch.record_step(step(data=0.0, whole=0.1))
         watch.spy.exposed.append((0.0, 0.01))
     assert seen == [(2, True), (2, True), (2, True), (0, False)]
-    watch.look()
+    watch.judge_steps()
     assert hooks() == 2
 
 
 def test_steps_without_others_are_all_computing() -> None:
     alone = StepWatch(fake(world=1))
-    alone.follow(step(data=0.02, whole=0.3))
-    alone.look()
+    alone.record_step(step(data=0.02, whole=0.3))
+    alone.judge_steps()
     seen = alone.newest
     assert seen is not None and seen.compute is None, "not DDP: nothing tells it apart"
 
 
 def test_a_look_at_refreshed_steps_alone_says_nothing() -> None:
     watch = StepWatch(fake(world=1))
-    watch.follow(step(data=0.02, whole=0.3, refreshed=True))
-    assert watch.look() is None and watch.newest is None
+    watch.record_step(step(data=0.02, whole=0.3, refreshed=True))
+    assert watch.judge_steps() is None and watch.newest is None

@@ -21,12 +21,12 @@ def parse_record(line: str) -> dict[str, str]:
     """Return the fields of a record in one line, as `scontrol --oneliner` prints it; a value may hold spaces and "="."""
     keys = list(_KEY.finditer(line))
     ends = [key.start() for key in keys[1:]] + [len(line)]
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, end in zip(
         keys, ends, strict=False
     ):  # a line without any field ("No reservations in the system") has an end alone
-        found.setdefault(key[1], line[key.end() : end].strip())  # "CfgTRES=cpu=2,..." has no space before "cpu"
-    return found
+        fields.setdefault(key[1], line[key.end() : end].strip())  # "CfgTRES=cpu=2,..." has no space before "cpu"
+    return fields
 
 
 def parse_config(text: str) -> dict[str, str]:
@@ -46,7 +46,7 @@ class Node:
     threads: int  # a core
 
     @classmethod
-    def of(cls, record: Mapping[str, str]) -> "Node":
+    def from_record(cls, record: Mapping[str, str]) -> "Node":
         """Return the node of a record of `scontrol show node`."""
         tres = parse_tres(record.get("CfgTRES", ""))
         cpus = record.get("CPUEfctv") or record.get("CPUTot", "0")
@@ -61,12 +61,12 @@ class Node:
             threads=int(threads) if _BARE.match(threads) else 1,
         )
 
-    def gives(self, spec: JobSpec, partition: str) -> bool:
+    def can_run(self, spec: JobSpec, partition: str) -> bool:
         """Return whether a job may run there, by the partition, a plain constraint and the GPUs."""
         slurm = spec.cluster.slurm or Slurm()
-        wanted = slurm.constraint or ""
-        plain = re.fullmatch(r"[\w.-]+(&[\w.-]+)*", wanted)
-        featured = not plain or set(wanted.split("&")) <= set(self.features)
+        constraint = slurm.constraint or ""
+        plain = re.fullmatch(r"[\w.-]+(&[\w.-]+)*", constraint)
+        featured = not plain or set(constraint.split("&")) <= set(self.features)
         kind = slurm.gpu_type.lower() if slurm.gpu_type and _asks_for_gpus(spec) else ""
         types = re.findall(r"(?:^|,)gpu:([^:,(]+)", self.gres.lower())  # "gpu:a100:4(S:0-1)": a10 is another one
         return partition in self.partitions and featured and (not kind or kind in types)
@@ -76,7 +76,9 @@ def _asks_for_gpus(spec: JobSpec) -> bool:
     return spec.cluster.device != "cpu" and (spec.cluster.slurm or Slurm()).gpus != "none"
 
 
-def allocation(spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str]) -> dict[str, float]:
+def allocated_tres(
+    spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str]
+) -> dict[str, float]:
     """Return the TRES that a job is allocated on one node.
 
     Args:
@@ -86,14 +88,14 @@ def allocation(spec: JobSpec, node: Node, partition: Mapping[str, str], config: 
         config: of the cluster.
     """
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
-    whole = slurm.exclusive or partition.get("OverSubscribe", "").startswith("EXCLUSIVE")
+    is_exclusive = slurm.exclusive or partition.get("OverSubscribe", "").startswith("EXCLUSIVE")
     gpus = ranks if _asks_for_gpus(spec) else 0
-    if whole:
-        found = {name: count for name, count in node.tres.items() if name not in ("billing", "mem")}
+    if is_exclusive:
+        tres = {name: count for name, count in node.tres.items() if name not in ("billing", "mem")}
         gpus = int(node.tres.get("gres/gpu", gpus))
     else:
-        found = {"cpu": _cpus(spec, node, config), "node": 1.0, **_gres(spec, node, gpus)}
-    return {**found, "mem": _memory(spec, node, partition, config, cpus=found["cpu"], gpus=gpus)}
+        tres = {"cpu": _cpus(spec, node, config), "node": 1.0, **_gres(spec, node, gpus)}
+    return {**tres, "mem": _memory(spec, node, partition, config, cpus=tres["cpu"], gpus=gpus)}
 
 
 def _gres(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
@@ -108,7 +110,7 @@ def _gres(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
 def _cpus(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
     """Return the CPUs on a shared node: those of its tasks, in whole cores where SLURM gives cores."""
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
-    per_gpu = _extra(slurm, "cpus-per-gpu")
+    per_gpu = _extra_option(slurm, "cpus-per-gpu")
     cpus = ranks * (slurm.cpus_per_task or int(per_gpu or 1))
     if spec.task_per_node and slurm.cpus_per_task is None and not per_gpu:
         cpus = 1
@@ -120,33 +122,35 @@ def _memory(
     spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str], *, cpus: float, gpus: int
 ) -> float:
     slurm = spec.cluster.slurm or Slurm()
-    asked = [
+    requests = [
         ("Node", 1.0, slurm.memory),
-        ("CPU", cpus, _extra(slurm, "mem-per-cpu")),
-        ("GPU", float(gpus), _extra(slurm, "mem-per-gpu")),
+        ("CPU", cpus, _extra_option(slurm, "mem-per-cpu")),
+        ("GPU", float(gpus), _extra_option(slurm, "mem-per-gpu")),
     ]
-    for _, times, text in asked:
+    for _, times, text in requests:
         if text and (size := parse_count("mem", text)) is not None:
             return times * size or node.tres["mem"]  # 0 is all of it
     for record in (partition, config):
         defaults = dict(re.findall(r"(\w+)=(\d+)", record.get("JobDefaults", "")))
-        for name, times, _ in asked:
+        for name, times, _ in requests:
             text = defaults.get(f"DefMemPer{name}") or record.get(f"DefMemPer{name}", "")
             if (size := parse_count("mem", text)) and times:
                 return min(times * size, node.tres["mem"])
     return node.tres["mem"]
 
 
-def _extra(slurm: Slurm, name: str) -> str:
+def _extra_option(slurm: Slurm, name: str) -> str:
     values = [str(value) for key, value in slurm.extra.items() if option(key) == name and value]
     return values[0] if values else ""
 
 
-def licenses(spec: JobSpec) -> dict[str, float]:
+def requested_licenses(spec: JobSpec) -> dict[str, float]:
     """Return the licenses that a job asks for (`extra: {licenses: "matlab:2"}`), as TRES of the whole job."""
-    text = _extra(spec.cluster.slurm or Slurm(), "licenses")
+    text = _extra_option(spec.cluster.slurm or Slurm(), "licenses")
     entries: Iterable[str] = filter(None, re.split(r"[,;|\s]+", text.strip("[]'")))
-    parts = [entry.replace("=", ":").partition(":") for entry in entries]
+    entries_ = [entry.replace("=", ":").partition(":") for entry in entries]
     return {
-        f"license/{name.partition('@')[0]}": float(count or 1) for name, _, count in parts if (count or "1").isdigit()
+        f"license/{name.partition('@')[0]}": float(count or 1)
+        for name, _, count in entries_
+        if (count or "1").isdigit()
     }

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.accounting.site_bill import Ask, account_of, as_submitted, user
+from tula_cli.cluster.slurm.accounting.site_bill import Ask, account_of, user_name, with_environment_defaults
 from tula_cli.errors import SchedulerError
 from tula_cli.models.bill.tres import parse_tres
 from tula_cli.spec.job import JobSpec
 
-_MOST_ABOVE = 20  # accounts above each other
+_MAX_PARENT_ACCOUNTS = 20  # accounts above each other
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TresLimit:
     running: float = 0.0  # that running jobs may still use, by their time limits
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         return max(0.0, self.limit - self.used - self.running)
 
 
@@ -40,7 +40,7 @@ class Balance:
     unseen: str = ""  # why not all limits are known; empty where they are
 
 
-def balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
+def account_balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     """Return what the account of a job has left; nothing of it raises an error.
 
     Args:
@@ -48,7 +48,7 @@ def balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
         qos: of the job, where the spec names none.
         ask: returns what a command of SLURM prints.
     """
-    spec = as_submitted(spec)
+    spec = with_environment_defaults(spec)
     try:
         account = account_of(spec, ask)
     except SchedulerError as error:
@@ -57,55 +57,55 @@ def balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
         return Balance("", (), "the accounting knows no default account of yours; set cluster.slurm.account")
     partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
     qos = qos.lower()
-    found, missing = _by_controller(account, partition, ask)
-    if missing and (shared := _by_sshare(account, ask)) is not None:
+    limits, missing = _limits_of_controller(account, partition, ask)
+    if missing and (shared := _limits_of_sshare(account, ask)) is not None:
         return Balance(account, tuple(shared), "" if not qos else f"of QOS {qos} nothing is shown")
-    by_qos, hidden = ([], "") if missing else _of_qos(qos, ask)
-    return Balance(account, (*found, *by_qos), missing or hidden)
+    by_qos, hidden = ([], "") if missing else _limits_of_qos(qos, ask)
+    return Balance(account, (*limits, *by_qos), missing or hidden)
 
 
 # --- scontrol show assoc_mgr
 
 
-def _by_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
+def _limits_of_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
     """Return the limits that the controller shows, and which it does not."""
-    found: list[TresLimit] = []
+    limits: list[TresLimit] = []
     above, name = [account], account
     while name and name != "root":
         try:
-            blocks = list(blocks_of(ask("scontrol", "show", "assoc_mgr", "flags=assoc", f"accounts={name}")))
+            blocks = list(parse_blocks(ask("scontrol", "show", "assoc_mgr", "flags=assoc", f"accounts={name}")))
         except SchedulerError as error:
-            return found, f"scontrol show assoc_mgr: {error.message}"
-        own = [block for block in blocks if block.get("Account") == name]
-        shared = next((block for block in own if not block.get("UserName")), None)
+            return limits, f"scontrol show assoc_mgr: {error.message}"
+        blocks_of_account = [block for block in blocks if block.get("Account") == name]
+        shared = next((block for block in blocks_of_account if not block.get("UserName")), None)
         if shared is None:
-            return found, f"account {name} is not shown (PrivateData?)"
+            return limits, f"account {name} is not shown (PrivateData?)"
         if name == account:
-            for block in own:
-                of_user = block.get("UserName", "").partition("(")[0] == user()
+            for block in blocks_of_account:
+                of_user = block.get("UserName", "").partition("(")[0] == user_name()
                 if of_user and block.get("Partition", "") in ("", partition):
-                    found += limits_of(block, f"{user()} in account {name}")
-        found += limits_of(shared, f"account {name}")
+                    limits += parse_limits(block, f"{user_name()} in account {name}")
+        limits += parse_limits(shared, f"account {name}")
         name = shared.get("ParentAccount", "").partition("(")[0]
-        if name in above or len(above) > _MOST_ABOVE:
+        if name in above or len(above) > _MAX_PARENT_ACCOUNTS:
             break
         above.append(name)
-    return found, ""
+    return limits, ""
 
 
-def _of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
+def _limits_of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
     """Return the limits of a QOS, and why they are not known; empty where they are."""
     if not qos:
         return [], ""
     try:
-        told = ask("scontrol", "show", "assoc_mgr", "flags=qos", f"qos={qos}")
+        output = ask("scontrol", "show", "assoc_mgr", "flags=qos", f"qos={qos}")
     except SchedulerError as error:
         return [], f"of QOS {qos} nothing is shown ({error.message})"
-    own = [block for block in blocks_of(told) if block.get("QOS", "").partition("(")[0] == qos]
-    return (limits_of(own[0], f"QOS {qos}"), "") if own else ([], f"of QOS {qos} nothing is shown")
+    blocks = [block for block in parse_blocks(output) if block.get("QOS", "").partition("(")[0] == qos]
+    return (parse_limits(blocks[0], f"QOS {qos}"), "") if blocks else ([], f"of QOS {qos} nothing is shown")
 
 
-def blocks_of(text: str) -> Iterator[dict[str, str]]:
+def parse_blocks(text: str) -> Iterator[dict[str, str]]:
     """Yield the records of `scontrol show assoc_mgr`: a line that is not indented begins one, those below are of it."""
     block: dict[str, str] = {}
     for line in text.splitlines():
@@ -114,25 +114,25 @@ def blocks_of(text: str) -> Iterator[dict[str, str]]:
                 yield block
             block = {}
         if block or re.match(r"(ClusterName|QOS)=", line):
-            for word in line.split():
-                name, equals, value = word.partition("=")
+            for field_text in line.split():
+                name, equals, value = field_text.partition("=")
                 if equals:
                     block.setdefault(name, value)
     if block:
         yield block
 
 
-def limits_of(block: Mapping[str, str], where: str) -> list[TresLimit]:
+def parse_limits(block: Mapping[str, str], where: str) -> list[TresLimit]:
     """Return the limits of a record: "GrpTRESMins=cpu=N(12),billing=600(34)" is 600 billing-minutes, 34 of them used."""
-    running = {name: used for name, _, used in _entries(block.get("GrpTRESRunMins", ""))}
+    running = {name: used for name, _, used in _parse_entries(block.get("GrpTRESRunMins", ""))}
     return [
         TresLimit(where, name, limit, used, running.get(name, 0.0))
-        for name, limit, used in _entries(block.get("GrpTRESMins", ""))
+        for name, limit, used in _parse_entries(block.get("GrpTRESMins", ""))
         if limit is not None
     ]
 
 
-def _entries(text: str) -> Iterator[tuple[str, float | None, float]]:
+def _parse_entries(text: str) -> Iterator[tuple[str, float | None, float]]:
     """Yield name, limit (None: there is none) and use."""
     for name, limit, used in re.findall(r"([^,=()]+)=(N|\d+)\((\d+(?:\.\d+)?)\)", text):
         yield name.lower(), None if limit == "N" else float(limit), float(used)
@@ -141,23 +141,23 @@ def _entries(text: str) -> Iterator[tuple[str, float | None, float]]:
 # --- sshare
 
 
-def _by_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
+def _limits_of_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
     """Return the limits that `sshare` shows of a user's association and all above it; None where it shows none of them."""
     try:
-        told = ask("sshare", "--noheader", "--parsable2", "--format=Account,User,GrpTRESMins,GrpTRESRaw,TRESRunMins")
+        output = ask("sshare", "--noheader", "--parsable2", "--format=Account,User,GrpTRESMins,GrpTRESRaw,TRESRunMins")
     except SchedulerError:
         return None
     path: list[list[str]] = []  # from the root on
-    for line in told.splitlines():
+    for line in output.splitlines():
         fields = line.split("|")
         depth = len(line) - len(line.lstrip(" "))
         path = [*path[:depth], [field.strip() for field in fields]]
-        if len(fields) == 5 and path[-1][:2] == [account, user()]:
-            return [limit for fields in path for limit in _of_row(fields)]
+        if len(fields) == 5 and path[-1][:2] == [account, user_name()]:
+            return [limit for fields in path for limit in _limits_of_row(fields)]
     return None
 
 
-def _of_row(fields: list[str]) -> Iterator[TresLimit]:
+def _limits_of_row(fields: list[str]) -> Iterator[TresLimit]:
     account, name, limits, used, running = fields
     where = f"{name} in account {account}" if name else f"account {account}"
     spent, open_ = parse_tres(used), parse_tres(running)

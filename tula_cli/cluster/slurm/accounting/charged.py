@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.command import call
-from tula_cli.cluster.slurm.partitions import PATIENCE
+from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.partitions import COMMAND_TIMEOUT
 from tula_cli.models.bill.tres import parse_tres
 from tula_cli.spec.resources import Pricing
 
@@ -13,7 +13,7 @@ _OPEN = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
 
 
 @dataclass(frozen=True)
-class Charged:
+class BilledJobs:
     """What jobs were billed."""
 
     jobs: int  # that had nodes
@@ -23,7 +23,7 @@ class Charged:
     billings: tuple[int, ...] = ()  # of one hour, of each kind of job among them
 
 
-def charged(ids: Sequence[str]) -> Charged | None:
+def billed_jobs(ids: Sequence[str]) -> BilledJobs | None:
     """Return what jobs were billed so far; None where the accounting does not tell.
 
     Args:
@@ -31,16 +31,16 @@ def charged(ids: Sequence[str]) -> Charged | None:
     """
     if not ids:
         return None
-    answer = call(
+    answer = call_slurm(
         "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_FIELDS}",
-        patience=PATIENCE,
+        patience=COMMAND_TIMEOUT,
     )  # fmt: skip
-    return parse_charged(answer.text) if answer.ok else None
+    return parse_billed(answer.text) if answer.ok else None
 
 
-def parse_charged(told: str) -> Charged | None:
+def parse_billed(output: str) -> BilledJobs | None:
     """Return what rows of sacct come to (id, state, seconds, allocated TRES); None where there is none."""
-    rows = [line.split("|") for line in told.splitlines() if line.count("|") == 3]
+    rows = [line.split("|") for line in output.splitlines() if line.count("|") == 3]
     if not rows:
         return None
     jobs = [
@@ -52,7 +52,7 @@ def parse_charged(told: str) -> Charged | None:
     for id_, state, _, _ in rows:
         jobs_states.setdefault(id_, set()).add(state.split(" ")[0].rstrip("+"))
     ran = [(seconds, billing) for seconds, billing in jobs if seconds]
-    return Charged(
+    return BilledJobs(
         jobs=len(ran),
         billing_hours=sum(seconds * billing for seconds, billing in ran) / 3600,
         hours=sum(seconds for seconds, _ in ran) / 3600,
@@ -61,8 +61,8 @@ def parse_charged(told: str) -> Charged | None:
     )
 
 
-def price_of(found: Charged, pricing: Pricing) -> float:
+def price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
     """Return what a site charges for what its SLURM has billed, in the currency of the pricing."""
-    told = pricing.told
-    factor = 1.0 if told is None else told.usage_factor * told.charge_factor
-    return found.billing_hours * factor * pricing.price
+    billing = pricing.told
+    factor = 1.0 if billing is None else billing.usage_factor * billing.charge_factor
+    return billed.billing_hours * factor * pricing.price

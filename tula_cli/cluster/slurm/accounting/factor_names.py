@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.command import call
-from tula_cli.cluster.slurm.partitions import PATIENCE
+from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.partitions import COMMAND_TIMEOUT
 from tula_cli.cluster.slurm.site_facts import ALL_PARTITIONS, ALL_QOS, Call, first_fields
 from tula_cli.plugins import nearest
 from tula_cli.spec.job import JobSpec
@@ -33,18 +33,18 @@ def unknown_names(
     any_case = {name.lower() for name in qos or ()}  # as SLURM reads names of QOS
     for name, factor in pricing.qos_factors.items():
         if qos and name.lower() not in any_case:
-            yield _unknown("qos_factors", "QOS", name, factor, qos)
+            yield _unknown_factor("qos_factors", "QOS", name, factor, qos)
     for name, factor in pricing.partition_factors.items():
         if partitions and name not in partitions:
-            yield _unknown("partition_factors", "partition", name, factor, partitions)
+            yield _unknown_factor("partition_factors", "partition", name, factor, partitions)
 
 
-def _unknown(key: str, what: str, name: str, factor: float, known: Collection[str]) -> UnknownName:
-    message = f"SLURM knows no {what} {name!r}, so its factor {factor:g} counts for no job"
-    return UnknownName(f"pricing.{key}", message, nearest(name, known) or f"there are: {', '.join(known)}")
+def _unknown_factor(key: str, kind: str, name: str, factor: float, known_names: Collection[str]) -> UnknownName:
+    message = f"SLURM knows no {kind} {name!r}, so its factor {factor:g} counts for no job"
+    return UnknownName(f"pricing.{key}", message, nearest(name, known_names) or f"there are: {', '.join(known_names)}")
 
 
-def doubtful_factors(spec: JobSpec, *, ask: Call = call) -> list[str]:
+def warn_unknown_factors(spec: JobSpec, *, ask: Call = call_slurm) -> list[str]:
     """Return what to say of a job's factors; nothing where SLURM does not answer.
 
     Args:
@@ -54,14 +54,14 @@ def doubtful_factors(spec: JobSpec, *, ask: Call = call) -> list[str]:
     pricing = spec.pricing
     if spec.cluster.kind != "slurm":
         return []
-    found = unknown_names(
+    unknown_ = unknown_names(
         pricing,
-        qos=_told(ask, ALL_QOS) if pricing.qos_factors else None,
-        partitions=_told(ask, ALL_PARTITIONS) if pricing.partition_factors else None,
+        qos=_known_names(ask, ALL_QOS) if pricing.qos_factors else None,
+        partitions=_known_names(ask, ALL_PARTITIONS) if pricing.partition_factors else None,
     )
-    return [f"{one.about}: {one.message} ({one.advice})" for one in found]
+    return [f"{unknown.about}: {unknown.message} ({unknown.advice})" for unknown in unknown_]
 
 
-def _told(ask: Call, command: tuple[str, ...]) -> tuple[str, ...] | None:
-    answer = ask(*command, patience=PATIENCE)
+def _known_names(ask: Call, command: tuple[str, ...]) -> tuple[str, ...] | None:
+    answer = ask(*command, patience=COMMAND_TIMEOUT)
     return first_fields(answer.text) if answer.ok else None

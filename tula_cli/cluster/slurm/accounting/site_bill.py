@@ -10,8 +10,14 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tula_cli.cluster.slurm.accounting.allocations import Node, allocation, licenses, parse_config, parse_record
-from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.accounting.allocations import (
+    Node,
+    allocated_tres,
+    parse_config,
+    parse_record,
+    requested_licenses,
+)
+from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.errors import SchedulerError, SpecError, TulaError
 from tula_cli.models.bill.tres import billing, parse_flags, parse_weights
 from tula_cli.run.files import make_folder, read_record, write_record
@@ -24,19 +30,19 @@ from tula_cli.words import number, plural
 
 FOLDER = ".site"
 """Where answers are kept, beside the runs."""
-KEPT = 86400.0
+KEPT_SECONDS = 86400.0
 """Seconds for which an answer stands: weights and nodes change with a maintenance."""
 _PATIENCE = 30.0  # seconds; a large site prints megabytes of nodes
 
 
-class KeptBill(Record):
+class StoredBill(Record):
     """A bill, and when SLURM told it."""
 
     bill: SiteBill
     asked_at: float  # Unix time
 
 
-_RECORD: TypeAdapter[KeptBill] = TypeAdapter(KeptBill)
+_RECORD: TypeAdapter[StoredBill] = TypeAdapter(StoredBill)
 Ask = Callable[..., str]
 
 
@@ -51,7 +57,7 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
     Raises:
         SpecError: SLURM does not tell, and has not told before.
     """
-    spec = as_submitted(spec)
+    spec = with_environment_defaults(spec)
     slurm = spec.cluster.slurm or Slurm()
     if spec.pricing.per_node is not None:
         factor = charge_factor(spec, qos=slurm.qos or "", partition=slurm.partition or "")
@@ -62,54 +68,54 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
             "give what a whole node is billed: pricing.per_node",
         )
     path = None if root is None else root / FOLDER / f"bill-{_key(spec)}.json"
-    known = None if path is None else read_record(path, _RECORD)
+    stored = None if path is None else read_record(path, _RECORD)
     now = time.time()
-    if known is not None and 0 <= now - known.asked_at < KEPT:
-        return known.bill
+    if stored is not None and 0 <= now - stored.asked_at < KEPT_SECONDS:
+        return stored.bill
     try:
-        found, unsure = told_bill(spec, ask or ask_slurm)
+        bill, unsure = ask_bill(spec, ask or ask_slurm)
     except SchedulerError as error:
-        if known is None:
+        if stored is None:
             raise SpecError(
                 f"pricing.kind billing: SLURM does not tell what it bills ({error.message})",
                 "ask on a login node, or give what a whole node is billed: pricing.per_node",
             ) from None
-        return _as_of(known, "SLURM does not answer now")
+        return _stored_bill(stored, "SLURM does not answer now")
     if unsure:  # not kept: nothing would ask again for a day
-        return found if known is None else _as_of(known, unsure)
+        return bill if stored is None else _stored_bill(stored, unsure)
     if path is not None:
         with contextlib.suppress(TulaError, OSError):  # another user's folder, a full disk: it is asked again
             make_folder(path.parent)
             path.parent.chmod(0o700)  # an older tula made it by the umask
-            write_record(path, KeptBill(bill=found, asked_at=now))
-    return found
+            write_record(path, StoredBill(bill=bill, asked_at=now))
+    return bill
 
 
-def _as_of(known: KeptBill, why: str) -> SiteBill:
-    day = time.strftime("%Y-%m-%d", time.localtime(known.asked_at))
-    return known.bill.model_copy(update={"words": f"{known.bill.words}; as of {day}, {why}"})
+def _stored_bill(stored: StoredBill, why: str) -> SiteBill:
+    day = time.strftime("%Y-%m-%d", time.localtime(stored.asked_at))
+    return stored.bill.model_copy(update={"words": f"{stored.bill.words}; as of {day}, {why}"})
 
 
-def as_submitted(spec: JobSpec) -> JobSpec:
+def with_environment_defaults(spec: JobSpec) -> JobSpec:
     """Return a job with what sbatch takes from the user's variables (SBATCH_ACCOUNT) where the job itself says nothing."""
     if spec.cluster.kind != "slurm":
         return spec
     slurm = spec.cluster.slurm or Slurm()
-    told = {
+    values = {
         name: value
         for name in ("partition", "account", "qos", "constraint")
         if not getattr(slurm, name) and (value := os.environ.get(f"SBATCH_{name.upper()}"))
     }
-    own = spec.cluster.model_copy(update={"slurm": slurm.model_copy(update=told)})
-    return spec.model_copy(update={"cluster": own}) if told else spec
+    cluster = spec.cluster.model_copy(update={"slurm": slurm.model_copy(update=values)})
+    return spec.model_copy(update={"cluster": cluster}) if values else spec
 
 
 def _key(spec: JobSpec) -> str:
-    asked = (spec.cluster.slurm or Slurm()).model_dump(
+    options = (spec.cluster.slurm or Slurm()).model_dump(
         mode="json", include={"partition", "account", "qos", "constraint", "memory", "cpus_per_task", "gpus", "gpu_type", "exclusive", "extra", "launcher"}
     )  # fmt: skip
     return digest({
-        "slurm": asked, "gpus": spec.cluster.gpus_per_node, "device": spec.cluster.device, "one": spec.task_per_node,
+        "slurm": options, "gpus": spec.cluster.gpus_per_node, "device": spec.cluster.device, "one": spec.task_per_node,
         "site": os.environ.get("SLURM_CONF", ""),
         "factors": [spec.pricing.qos_factors, spec.pricing.partition_factors],
     })  # fmt: skip
@@ -121,14 +127,14 @@ def ask_slurm(*command: str) -> str:
     Raises:
         SchedulerError: it does not answer.
     """
-    answer = call(*command, patience=_PATIENCE)
+    answer = call_slurm(*command, patience=_PATIENCE)
     if not answer.ok:
         raise SchedulerError(answer.complaint.splitlines()[-1] if answer.complaint else f"{command[0]} tells nothing")
     return answer.text
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _BillOption:
     """What a job is billed on one kind of nodes of a partition."""
 
     partition: str
@@ -138,7 +144,7 @@ class _Offer:
     words: str
 
 
-def told_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
+def ask_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
     """Return what SLURM tells now, of several partitions or kinds of nodes the dearest; and what of it is not sure.
 
     Args:
@@ -151,8 +157,16 @@ def told_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
     """
     config = parse_config(ask("scontrol", "show", "config"))
     records = [parse_record(line) for line in ask("scontrol", "--oneliner", "show", "partition").splitlines() if line]
-    nodes = [Node.of(parse_record(line)) for line in ask("scontrol", "--oneliner", "show", "node").splitlines() if line]
-    offers = [offer for record in _partitions(spec, records) for offer in _offers(spec, record, _alike(nodes), config)]
+    nodes = [
+        Node.from_record(parse_record(line))
+        for line in ask("scontrol", "--oneliner", "show", "node").splitlines()
+        if line
+    ]
+    offers = [
+        offer
+        for record in _partitions_of_job(spec, records)
+        for offer in _bill_options(spec, record, _distinct_kinds(nodes), config)
+    ]
     if not offers:
         slurm = spec.cluster.slurm or Slurm()
         where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
@@ -168,7 +182,7 @@ def told_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
         f"; from {number(least)} on, by partition and kind of nodes: the dearest counts" if least < dearest.node else ""
     )
     by_qos = "" if factor == 1 else f", QOS {qos} counts {factor:g} times"
-    found = SiteBill(
+    bill = SiteBill(
         node=dearest.node,
         job=dearest.job,
         usage_factor=factor,
@@ -177,7 +191,7 @@ def told_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
         tres=dearest.tres,
         words=f"{dearest.words}{by_qos}{between}{f'; {unsure}, and 1 is taken' if unsure else ''}",
     )
-    return found, unsure
+    return bill, unsure
 
 
 def charge_factor(spec: JobSpec, *, qos: str, partition: str) -> float:
@@ -188,27 +202,29 @@ def charge_factor(spec: JobSpec, *, qos: str, partition: str) -> float:
     return by_qos.get(qos.lower(), 1.0) * dearest
 
 
-def _partitions(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+def _partitions_of_job(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     named = (spec.cluster.slurm or Slurm()).partition
     if named:
         return [record for record in records if record.get("PartitionName") in named.split(",")]
     return [record for record in records if record.get("Default") == "YES"]
 
 
-def _alike(nodes: Sequence[Node]) -> list[Node]:
+def _distinct_kinds(nodes: Sequence[Node]) -> list[Node]:
     """Return one node of each kind."""
     kinds = {(tuple(sorted(n.tres.items())), n.partitions, n.features, n.gres, n.threads): n for n in nodes}
     return list(kinds.values())
 
 
-def _offers(spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], config: dict[str, str]) -> list[_Offer]:
+def _bill_options(
+    spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], config: dict[str, str]
+) -> list[_BillOption]:
     name, text = partition["PartitionName"], partition.get("TRESBillingWeights", "")
     weights, count = parse_weights(text), parse_flags(config.get("PriorityFlags", ""))
-    of_job = licenses(spec)
-    found = []
+    of_job = requested_licenses(spec)
+    options = []
     for node in nodes:
-        if node.gives(spec, name):
-            tres = allocation(spec, node, partition, config)
+        if node.can_run(spec, name):
+            tres = allocated_tres(spec, node, partition, config)
             alone = billing(tres, weights, count)
             job = billing({**tres, **of_job}, weights, count) - alone
             how = {
@@ -217,11 +233,11 @@ def _offers(spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], con
                 "max_gres": "the largest, and GRES (MAX_TRES_GRES)",
             }
             by = f"{text}, {how[count]}" if weights else "no TRESBillingWeights: its CPUs"
-            found.append(_Offer(name, alone, job, tres, f"{name}: {by}; of a node {_counts(tres)}"))
-    return found
+            options.append(_BillOption(name, alone, job, tres, f"{name}: {by}; of a node {_describe_tres(tres)}"))
+    return options
 
 
-def _counts(tres: dict[str, float]) -> str:
+def _describe_tres(tres: dict[str, float]) -> str:
     shown = [f"{tres['cpu']:g} CPUs", f"{tres['mem']:g} MB"]
     gpus = tres.get("gres/gpu", 0.0)
     return ", ".join([*shown, *([plural(int(gpus), "GPU")] if gpus else [])])
@@ -250,13 +266,13 @@ def usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tuple[st
 def default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
     """Return the QOS that a job has which names none."""
     cluster = config.get("ClusterName", "")  # one accounting may hold several
-    told = ask(
-        "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user()}",
+    output = ask(
+        "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user_name()}",
         f"account={account_of(spec, ask)}", *([f"cluster={cluster}"] if cluster else []), "format=DefaultQOS,QOS,Partition",
     )  # fmt: skip
-    own = ((spec.cluster.slurm or Slurm()).partition or "").split(",")
-    for default, allowed, partition in (line.split("|") for line in told.splitlines() if line.count("|") == 2):
-        if (default or allowed) and partition in ("", *own):
+    partitions = ((spec.cluster.slurm or Slurm()).partition or "").split(",")
+    for default, allowed, partition in (line.split("|") for line in output.splitlines() if line.count("|") == 2):
+        if (default or allowed) and partition in ("", *partitions):
             names = allowed.split(",")
             return default or ("normal" if "normal" in names or len(names) > 1 else names[0])
     return "normal"
@@ -268,12 +284,12 @@ def account_of(spec: JobSpec, ask: Ask) -> str:
     if named:
         return named.lower()
     return (
-        ask("sacctmgr", "--noheader", "--parsable2", "show", "user", user(), "format=DefaultAccount")
+        ask("sacctmgr", "--noheader", "--parsable2", "show", "user", user_name(), "format=DefaultAccount")
         .split("|")[0]
         .strip()
     )
 
 
-def user() -> str:
+def user_name() -> str:
     """Return the name of who submits."""
     return pwd.getpwuid(os.getuid()).pw_name

@@ -7,15 +7,15 @@ import numpy as np
 
 from tula_cli.models.time.noise import Floats
 
-LEAST = 10
+MIN_VALUES = 10
 """Values that a new level has to last for, and that have to be known of the level before."""
-MOST = 8 * LEAST
+MAX_VALUES = 8 * MIN_VALUES
 """What a new level has to last for after others that did not."""
 WINDOW = 8
 """Values that are remembered, in multiples of what a level has to last for."""
 THRESHOLD = 5.0
 """Of the largest standardised Mann-Whitney statistic."""
-NOTABLE = 1.1
+MIN_RATIO = 1.1
 """Ratio of two levels below which a change makes too little difference to be told."""
 
 
@@ -31,8 +31,8 @@ class ChangePointTest:
     """
 
     def __init__(self) -> None:
-        self.least = LEAST
-        self.values: deque[float] = deque(maxlen=WINDOW * MOST)
+        self.least = MIN_VALUES
+        self.values: deque[float] = deque(maxlen=WINDOW * MAX_VALUES)
 
     def add(self, value: float) -> tuple[int, int] | None:
         """Take the next value; return how many of the newest are of a new level, and how many before them of the old one.
@@ -44,18 +44,18 @@ class ChangePointTest:
         """
         self.values.append(value)
         values = np.asarray(self.values)[-WINDOW * self.least :]
-        if len(values) < 2 * LEAST:
+        if len(values) < 2 * MIN_VALUES:
             return None
         statistics = split_statistics(values)
-        split = int(np.argmax(np.abs(statistics[LEAST - 1 : len(values) - LEAST]))) + LEAST
+        split = int(np.argmax(np.abs(statistics[MIN_VALUES - 1 : len(values) - MIN_VALUES]))) + MIN_VALUES
         if len(values) - split < self.least:
             return None
-        certainty = abs(statistics[split - 1]) / math.sqrt(_inflation(values, split))
-        before, after = np.median(values[:split]), np.median(values[split:])
-        if certainty < THRESHOLD or abs(math.log(after / before)) < math.log(NOTABLE):
+        certainty = abs(statistics[split - 1]) / math.sqrt(_variance_inflation(values, split))
+        median_before, after = np.median(values[:split]), np.median(values[split:])
+        if certainty < THRESHOLD or abs(math.log(after / median_before)) < math.log(MIN_RATIO):
             return None
-        self.least = min(MOST, 2 * self.least)
-        self.values = deque(values[split:], maxlen=WINDOW * MOST)
+        self.least = min(MAX_VALUES, 2 * self.least)
+        self.values = deque(values[split:], maxlen=WINDOW * MAX_VALUES)
         return len(values) - split, split
 
 
@@ -76,7 +76,7 @@ def split_statistics(values: Floats) -> Floats:
     return between / np.sqrt(sizes * (count - sizes) * (count + 1) / 3)
 
 
-def _inflation(values: Floats, split: int) -> float:
+def _variance_inflation(values: Floats, split: int) -> float:
     """Return by how much the variance of a level's mean rank is larger than with independent values.
 
     By the autocorrelation of successive ranks within the two levels, as of an autoregressive series; where neighbours are

@@ -2,7 +2,7 @@
 
 from tula_cli.run.records.recommendations import Prediction, StageSteps
 
-TOLD = 3
+MAX_WARNINGS = 3
 """How often an attempt says that its step time left the predicted interval, or is back in it."""
 
 
@@ -21,12 +21,12 @@ class StepTimeDrift:
         self._latest: bool | None = None  # the same of the latest epoch
         self._told = 0
 
-    def within(self, step_time: float | None) -> bool | None:
+    def is_within(self, step_time: float | None) -> bool | None:
         """Return whether a step time (seconds) is within the 90 % interval; None where either is unknown."""
-        found = self.prediction
-        if found is None or step_time is None or found.step_low is None or found.step_high is None:
+        prediction = self.prediction
+        if prediction is None or step_time is None or prediction.step_low is None or prediction.step_high is None:
             return None
-        return found.step_low <= step_time <= found.step_high
+        return prediction.step_low <= step_time <= prediction.step_high
 
     def warning(self, step_time: float | None, *, epoch: int) -> str:
         """Return what there is to say after an epoch; "" for nothing new.
@@ -35,11 +35,11 @@ class StepTimeDrift:
             step_time: seconds; None where too few steps have been timed.
             epoch: which one has ended.
         """
-        within, before = self.within(step_time), self._latest
+        within, previously_within = self.is_within(step_time), self._latest
         self._latest = within
-        if within is None or within is not before or within is self._settled:
+        if within is None or within is not previously_within or within is self._settled:
             return ""
-        untold = (within and self._settled is None) or self._told == TOLD
+        untold = (within and self._settled is None) or self._told == MAX_WARNINGS
         self._settled = within
         if untold or step_time is None or self.prediction is None:
             return ""

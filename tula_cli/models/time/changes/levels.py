@@ -4,15 +4,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.models.time.changes.change_point import MOST, WINDOW, ChangePointTest
+from tula_cli.models.time.changes.change_point import MAX_VALUES, WINDOW, ChangePointTest
 from tula_cli.run.records.results import StepParts
 
-SETTLING = 3
+SETTLING_SAMPLES = 3
 """The first looks are not judged: caches fill, loaders start."""
 
 
 @dataclass(frozen=True)
-class Look:
+class StepSample:
     """What some steps took, and where the first of them began."""
 
     samples: int
@@ -25,28 +25,28 @@ class Look:
 class Level:
     """A change of level: the looks before it, and those since."""
 
-    before: Sequence[Look]
-    after: Sequence[Look]
+    before: Sequence[StepSample]
+    after: Sequence[StepSample]
 
 
-class Levels:
+class LevelDetector:
     """Follows the looks of one start of a training."""
 
     def __init__(self) -> None:
         self.test = ChangePointTest()
-        self.looks: deque[Look] = deque(maxlen=WINDOW * MOST)  # those that the test remembers
-        self.unsettled = SETTLING
+        self.looks: deque[StepSample] = deque(maxlen=WINDOW * MAX_VALUES)  # those that the test remembers
+        self.unsettled = SETTLING_SAMPLES
 
-    def add(self, look: Look) -> Level | None:
+    def add(self, sample: StepSample) -> Level | None:
         """Take a look; return a change of level where it shows one."""
         if self.unsettled:
             self.unsettled -= 1
             return None
-        self.looks.append(look)
-        found = self.test.add(look.parts.step)
-        if found is None:
+        self.looks.append(sample)
+        change = self.test.add(sample.parts.step)
+        if change is None:
             return None
-        new, old = found
-        looks = list(self.looks)
-        self.looks = deque(looks[-new:], maxlen=self.looks.maxlen)
-        return Level(before=looks[-new - old : -new], after=looks[-new:])
+        new, old = change
+        samples = list(self.looks)
+        self.looks = deque(samples[-new:], maxlen=self.looks.maxlen)
+        return Level(before=samples[-new - old : -new], after=samples[-new:])

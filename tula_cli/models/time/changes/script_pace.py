@@ -3,19 +3,19 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tula_cli.models.time.changes.levels import Level, Levels, Look
+from tula_cli.models.time.changes.levels import Level, LevelDetector, StepSample
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.shim import Heartbeat
 
 
-class ScriptPace:
+class ScriptLevelDetector:
     """Follows one start of a script."""
 
     def __init__(self) -> None:
-        self.levels = Levels()
+        self.levels = LevelDetector()
         self._before: tuple[Heartbeat, int, float | None] | None = None  # of the last look: samples, epoch
 
-    def look(
+    def judge_steps(
         self, beat: Heartbeat, gaps: Iterable[Mapping[str, Any]], *, samples: int, epoch: float | None
     ) -> Level | None:
         """Judge the steps since the last look; return a change of level where they show one.
@@ -26,16 +26,16 @@ class ScriptPace:
             samples: of the whole training at that step.
             epoch: of the training there; None where nothing tells it.
         """
-        last, self._before = self._before, (beat, samples, epoch)
-        if last is None:
+        previous, self._before = self._before, (beat, samples, epoch)
+        if previous is None:
             return None
-        begun = last[0]
-        held = {row["step"]: row["seconds"] for row in gaps if begun.step < row["step"] <= beat.step}
-        steps = beat.step - begun.step - len(held)
-        seconds = beat.stepped_at - begun.stepped_at - sum(held.values())
+        previous_beat = previous[0]
+        extra_seconds = {row["step"]: row["seconds"] for row in gaps if previous_beat.step < row["step"] <= beat.step}
+        steps = beat.step - previous_beat.step - len(extra_seconds)
+        seconds = beat.stepped_at - previous_beat.stepped_at - sum(extra_seconds.values())
         if steps < 1 or seconds <= 0:
-            if beat.step == begun.step:
-                self._before = last  # nothing was stepped: the next look begins where this one has
+            if beat.step == previous_beat.step:
+                self._before = previous  # nothing was stepped: the next look begins where this one has
             return None
-        parts = StepParts(step=seconds / steps, data=None, compute=None, sync=None)
-        return self.levels.add(Look(last[1], last[2], begun.stepped_at, parts))
+        step_parts = StepParts(step=seconds / steps, data=None, compute=None, sync=None)
+        return self.levels.add(StepSample(previous[1], previous[2], previous_beat.stepped_at, step_parts))

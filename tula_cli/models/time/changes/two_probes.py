@@ -4,15 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.models.time.noise import centre, standard_error
+from tula_cli.models.time.noise import standard_error, trimmed_mean
 
 ERRORS_APART = 3.0
 """Standard errors of the difference: 0.3 % of pairs that are alike are further apart by chance, where errors are normal."""
-LEAST = 0.03
+MIN_DIFFERENCE = 0.03
 """Share of the step time: two jobs of one thing on one machine differ by so much without a cause that anything records."""
 TEST = (
     f"beyond noise: further apart than {ERRORS_APART:g} standard errors of the two trimmed means (of single steps, and of five blocks of"
-    f" steps), and than {100 * LEAST:g} %"
+    f" steps), and than {100 * MIN_DIFFERENCE:g} %"
 )
 
 
@@ -29,19 +29,19 @@ class StepRatio:
         return self.after / self.before
 
     @property
-    def beyond_noise(self) -> bool:
+    def is_beyond_noise(self) -> bool:
         """Whether the noise of the steps does not explain the difference."""
-        apart = abs(math.log(self.ratio))
-        return apart > ERRORS_APART * self.error and apart > math.log1p(LEAST)
+        log_difference = abs(math.log(self.ratio))
+        return log_difference > ERRORS_APART * self.error and log_difference > math.log1p(MIN_DIFFERENCE)
 
 
-def step_ratio(before: Sequence[float], after: Sequence[float]) -> StepRatio:
+def compare_step_times(times_before: Sequence[float], after: Sequence[float]) -> StepRatio:
     """Compare the step times of two probes.
 
     Args:
         before: step times of the one, seconds.
         after: those of the other.
     """
-    middles = centre(before), centre(after)
-    errors = standard_error(before) / middles[0], standard_error(after) / middles[1]
+    middles = trimmed_mean(times_before), trimmed_mean(after)
+    errors = standard_error(times_before) / middles[0], standard_error(after) / middles[1]
     return StepRatio(*middles, error=math.hypot(*errors))

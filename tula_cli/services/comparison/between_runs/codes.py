@@ -8,7 +8,7 @@ from pathlib import Path
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 
-_LARGEST = 200_000
+_MAX_BYTES = 200_000
 """Bytes of a file whose lines are counted: 400 kB with every third line changed took 5 s, and it grows faster than the file."""
 
 
@@ -35,17 +35,21 @@ class CodeDifference:
         return not self.files and self.digests[0] == self.digests[1] and self.commits[0] == self.commits[1]
 
 
-def code_difference(before: RunDir, after: RunDir) -> CodeDifference:
+def compare_code(before: RunDir, after: RunDir) -> CodeDifference:
     """Compare the snapshots that the newest jobs of two runs were submitted with.
 
     Args:
         before: a run, or one of its parts.
         after: the other.
     """
-    one, other = snapshot_of(before), snapshot_of(after)
-    digests = one.digest if one else "", other.digest if other else ""
-    files = tuple(_files(before, one, after, other)) if one or other else ()
-    return CodeDifference(files, (_commit(one), _commit(other)), digests)
+    snapshot_before, snapshot_after = snapshot_of(before), snapshot_of(after)
+    digests = snapshot_before.digest if snapshot_before else "", snapshot_after.digest if snapshot_after else ""
+    files = (
+        tuple(_changed_files(before, snapshot_before, after, snapshot_after))
+        if snapshot_before or snapshot_after
+        else ()
+    )
+    return CodeDifference(files, (_describe_commit(snapshot_before), _describe_commit(snapshot_after)), digests)
 
 
 def snapshot_of(run: RunDir) -> CodeSnapshot | None:
@@ -53,31 +57,41 @@ def snapshot_of(run: RunDir) -> CodeSnapshot | None:
     tasks = run.tasks()
     names = [task.code for task in tasks if isinstance(task, ProbeTask) and task.code]
     names += [task.code for task in tasks if task.code]
-    found = [snapshot for name in dict.fromkeys(names) if (snapshot := run.code(name)) is not None]
-    return max(found, key=lambda snapshot: snapshot.taken_at, default=None)
+    snapshots = [snapshot for name in dict.fromkeys(names) if (snapshot := run.code(name)) is not None]
+    return max(snapshots, key=lambda snapshot: snapshot.taken_at, default=None)
 
 
-def _commit(snapshot: CodeSnapshot | None) -> str:
+def _describe_commit(snapshot: CodeSnapshot | None) -> str:
     if snapshot is None or not snapshot.commit:
         return ""
     return snapshot.commit[:12] + " and changes" * snapshot.dirty
 
 
-def _files(
-    before: RunDir, one: CodeSnapshot | None, after: RunDir, other: CodeSnapshot | None
+def _changed_files(
+    before: RunDir, snapshot_before: CodeSnapshot | None, after: RunDir, snapshot_after: CodeSnapshot | None
 ) -> Iterator[ChangedFile]:
-    names = sorted({*(one.files if one else ()), *(other.files if other else ())})
+    names = sorted(
+        {*(snapshot_before.files if snapshot_before else ()), *(snapshot_after.files if snapshot_after else ())}
+    )
     for name in names:
-        old = _content(before.code_dir(one.name) / name) if one and name in one.files else None
-        new = _content(after.code_dir(other.name) / name) if other and name in other.files else None
+        old = (
+            _read_file(before.code_dir(snapshot_before.name) / name)
+            if snapshot_before and name in snapshot_before.files
+            else None
+        )
+        new = (
+            _read_file(after.code_dir(snapshot_after.name) / name)
+            if snapshot_after and name in snapshot_after.files
+            else None
+        )
         if old == new:
             continue
         state = "only in B" if old is None else "only in A" if new is None else "changed"
-        counted = _lines(old, new)
+        counted = _count_changed_lines(old, new)
         yield ChangedFile(name, state, *counted)
 
 
-def _content(path: Path) -> bytes | None:
+def _read_file(path: Path) -> bytes | None:
     """Return what a copied file holds; None where it is not there any more, or is only a link."""
     try:
         return None if path.is_symlink() else path.read_bytes()
@@ -85,11 +99,11 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def _lines(old: bytes | None, new: bytes | None) -> tuple[int | None, int | None]:
+def _count_changed_lines(old: bytes | None, new: bytes | None) -> tuple[int | None, int | None]:
     """Return how many lines were added and removed; None of what is no text, or too long."""
     texts = [content or b"" for content in (old, new)]
-    if any(b"\0" in text or len(text) > _LARGEST for text in texts):
+    if any(b"\0" in text or len(text) > _MAX_BYTES for text in texts):
         return None, None
-    before, after = (text.decode(errors="replace").splitlines() for text in texts)
-    told = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
-    return sum(line.startswith("+") for line in told), sum(line.startswith("-") for line in told)
+    lines_before, after = (text.decode(errors="replace").splitlines() for text in texts)
+    diff_lines = list(difflib.unified_diff(lines_before, after, n=0, lineterm=""))[2:]
+    return sum(line.startswith("+") for line in diff_lines), sum(line.startswith("-") for line in diff_lines)

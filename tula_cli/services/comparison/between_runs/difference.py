@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 from tula_cli.errors import SpecError
 from tula_cli.models.time.changes.two_probes import TEST
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.frames import frame
-from tula_cli.run.jobfile import begun, changes
+from tula_cli.run.frames import make_frame
+from tula_cli.run.jobfile import job_changes, parts_with_data
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.services.comparison.between_runs.codes import CodeDifference, code_difference, snapshot_of
-from tula_cli.services.comparison.between_runs.differing import Differing
+from tula_cli.services.comparison.between_runs.codes import CodeDifference, compare_code, snapshot_of
+from tula_cli.services.comparison.between_runs.differing import FieldDifference
 from tula_cli.services.comparison.between_runs.environments import environment_differences
-from tula_cli.services.comparison.between_runs.headline import headline
-from tula_cli.services.comparison.between_runs.steps import Result, StepsCompared, compare_steps
-from tula_cli.services.comparison.between_runs.training_pairs import Chosen, TrainingPair, training_pairs
+from tula_cli.services.comparison.between_runs.headline import write_headline
+from tula_cli.services.comparison.between_runs.steps import Result, StepComparison, compare_steps
+from tula_cli.services.comparison.between_runs.training_pairs import (
+    RecommendedConfiguration,
+    TrainingPair,
+    pair_trainings,
+)
 from tula_cli.spec.job import JobSpec
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RunTold:
+class RunOverview:
     """One of the two runs."""
 
     id: str
@@ -39,13 +43,13 @@ class RunTold:
 class RunDifference:
     """What two runs do not have alike; `headline` is the answer in a line or two."""
 
-    before: RunTold  # A
-    after: RunTold  # B
-    job: tuple[Differing, ...]  # keys of the resolved jobs, defaults filled in
-    environment: tuple[Differing, ...]
+    before: RunOverview  # A
+    after: RunOverview  # B
+    job: tuple[FieldDifference, ...]  # keys of the resolved jobs, defaults filled in
+    environment: tuple[FieldDifference, ...]
     code: CodeDifference
-    steps: StepsCompared
-    chosen: tuple[Chosen | None, Chosen | None]
+    steps: StepComparison
+    chosen: tuple[RecommendedConfiguration | None, RecommendedConfiguration | None]
     trainings: tuple[TrainingPair, ...]
     only: tuple[tuple[str, ...], tuple[str, ...]]  # parts that A alone has, and B alone: types of node, lengths of text
     headline: tuple[str, ...] = ()
@@ -60,7 +64,7 @@ class RunDifference:
     def frame(self) -> "pd.DataFrame":
         """Return one row a configuration that both runs have tried; times in seconds, memory in bytes of one GPU."""
         numbers = ("step", "compute", "sync", "data_wait", "memory")
-        return frame(
+        return make_frame(
             [
                 {
                     "node_type": row.part,
@@ -78,7 +82,7 @@ class RunDifference:
         )
 
 
-def difference(before: RunDir, after: RunDir) -> RunDifference:
+def compare_runs(before: RunDir, after: RunDir) -> RunDifference:
     """Compare two runs; nothing is written, and no scheduler is asked.
 
     Args:
@@ -92,57 +96,88 @@ def difference(before: RunDir, after: RunDir) -> RunDifference:
     if before.path.resolve() == after.path.resolve():
         raise SpecError(f"A and B are one run: {before.path.resolve()}", "name two runs, or a run and its copy")
     specs = before.spec(), after.spec()
-    pairs, only = _parts(before, specs[0], after, specs[1])
-    looks = [(name, one.run.read(), other.run.read()) for name, one, other in pairs]
-    measured = [(name, _measured(one.results), _measured(other.results)) for name, one, other in looks]
-    environment = [found for name, one, other in measured for found in environment_differences(one, other, part=name)]
-    trained = [(name, one.run, other.run) for name, one, other in pairs if one.length is None]
-    found = RunDifference(
-        before=_told(before, specs[0]),
-        after=_told(after, specs[1]),
-        job=tuple(Differing(key, *values) for key, values in changes(*specs).items()),
+    pairs, only = _pair_parts(before, specs[0], after, specs[1])
+    snapshots_by_part = [
+        (name, part_before.run.read(), part_after.run.read()) for name, part_before, part_after in pairs
+    ]
+    measured = [
+        (name, _measured_probes(part_before.results), _measured_probes(part_after.results))
+        for name, part_before, part_after in snapshots_by_part
+    ]
+    environment = [
+        difference
+        for name, part_before, part_after in measured
+        for difference in environment_differences(part_before, part_after, part=name)
+    ]
+    trained = [
+        (name, part_before.run, part_after.run) for name, part_before, part_after in pairs if part_before.length is None
+    ]
+    difference = RunDifference(
+        before=_run_overview(before, specs[0]),
+        after=_run_overview(after, specs[1]),
+        job=tuple(FieldDifference(key, *values) for key, values in job_changes(*specs).items()),
         environment=tuple(environment),
-        code=_code((one.run, other.run) for _, one, other in pairs),
-        steps=compare_steps((name, one.results, other.results) for name, one, other in looks),
-        chosen=(Chosen.of(before.recommendation()), Chosen.of(after.recommendation())),
-        trainings=tuple(pair for name, one, other in trained for pair in training_pairs(one, other, part=name)),
+        code=_compare_code_of_parts((part_before.run, part_after.run) for _, part_before, part_after in pairs),
+        steps=compare_steps(
+            (name, part_before.results, part_after.results) for name, part_before, part_after in snapshots_by_part
+        ),
+        chosen=(
+            RecommendedConfiguration.from_recommendation(before.recommendation()),
+            RecommendedConfiguration.from_recommendation(after.recommendation()),
+        ),
+        trainings=tuple(
+            pair
+            for name, part_before, part_after in trained
+            for pair in pair_trainings(part_before, part_after, part=name)
+        ),
         only=only,
-        warnings=tuple(words for _, *both in looks for look in both for words in _damage(look)),
+        warnings=tuple(
+            warning
+            for _, *snapshots in snapshots_by_part
+            for snapshot in snapshots
+            for warning in _damage_warnings(snapshot)
+        ),
     )
-    return replace(found, headline=headline(found))
+    return replace(difference, headline=write_headline(difference))
 
 
-def _code(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDifference:
+def _compare_code_of_parts(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDifference:
     """Return how the code differs: one job's parts all run the same, so the first that were submitted tell it."""
-    found = (code_difference(one, other) for one, other in pairs if snapshot_of(one) or snapshot_of(other))
-    return next(found, CodeDifference())
+    differences = (
+        compare_code(part_before, part_after)
+        for part_before, part_after in pairs
+        if snapshot_of(part_before) or snapshot_of(part_after)
+    )
+    return next(differences, CodeDifference())
 
 
-def _damage(look: Snapshot) -> list[str]:
-    return [*look.record_warnings, *look.training_warnings]
+def _damage_warnings(snapshot: Snapshot) -> list[str]:
+    return [*snapshot.record_warnings, *snapshot.training_warnings]
 
 
-def _measured(results: Iterable[Result]) -> list[Measured]:
+def _measured_probes(results: Iterable[Result]) -> list[Measured]:
     return [result for result in results if isinstance(result, Measured)]
 
 
-def _told(run: RunDir, spec: JobSpec) -> RunTold:
-    moments = [probe.measured_at for part in begun(run, spec) for probe in _measured(part.run.read().results)]
-    return RunTold(run.id, run.path, (min(moments), max(moments)) if moments else None, run.job_file())
+def _run_overview(run: RunDir, spec: JobSpec) -> RunOverview:
+    moments = [
+        probe.measured_at for part in parts_with_data(run, spec) for probe in _measured_probes(part.run.read().results)
+    ]
+    return RunOverview(run.id, run.path, (min(moments), max(moments)) if moments else None, run.job_file())
 
 
-def _parts(
-    before: RunDir, one: JobSpec, after: RunDir, other: JobSpec
+def _pair_parts(
+    before: RunDir, job_before: JobSpec, after: RunDir, job_after: JobSpec
 ) -> tuple[list[tuple[str, Part, Part]], tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return the parts that two runs have alike by name, or the only one of each; and the names of the others."""
-    left = {part.name or "": part for part in begun(before, one)}
-    right = {part.name or "": part for part in begun(after, other)}
-    if len(left) == len(right) == 1:
-        (name, own), (_, theirs) = *left.items(), *right.items()
-        return [(name, own, theirs)], ((), ())
-    pairs = [(name, left[name], right[name]) for name in left if name in right]
+    parts_before = {part.name or "": part for part in parts_with_data(before, job_before)}
+    right = {part.name or "": part for part in parts_with_data(after, job_after)}
+    if len(parts_before) == len(right) == 1:
+        (name, part_before), (_, part_after) = *parts_before.items(), *right.items()
+        return [(name, part_before, part_after)], ((), ())
+    pairs = [(name, parts_before[name], right[name]) for name in parts_before if name in right]
     alone = tuple(
-        tuple(name or "the job's own" for name in mine if name not in others)
-        for mine, others in ((left, right), (right, left))
+        tuple(name or "the job's own" for name in own_parts if name not in other_parts)
+        for own_parts, other_parts in ((parts_before, right), (right, parts_before))
     )
     return pairs, (alone[0], alone[1])

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Differing:
+class FieldDifference:
     """A thing that is not the same in two runs; None is what a run does not have, or does not tell."""
 
     about: str
@@ -15,14 +15,20 @@ class Differing:
     part: str = ""  # of the run: a type of node, another length of text; empty where there is one
 
 
-def differing(before: Mapping[str, Any], after: Mapping[str, Any], *, part: str = "") -> tuple[Differing, ...]:
+def compare_mappings(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, part: str = ""
+) -> tuple[FieldDifference, ...]:
     """Return what two mappings do not have alike, in the order of their keys."""
     keys = dict.fromkeys([*before, *after])
     pairs = ((key, before.get(key), after.get(key)) for key in keys)
-    return tuple(Differing(key, one, other, part) for key, one, other in pairs if one != other)
+    return tuple(
+        FieldDifference(key, value_before, value_after, part)
+        for key, value_before, value_after in pairs
+        if value_before != value_after
+    )
 
 
-def several(values: Iterable[object]) -> str | None:
+def join_distinct(values: Iterable[object]) -> str | None:
     """Return different values in words, each once, in their order; None where there are none."""
-    found = dict.fromkeys(str(value) for value in values if value not in (None, "", ()))
-    return ", ".join(found) or None
+    distinct = dict.fromkeys(str(value) for value in values if value not in (None, "", ()))
+    return ", ".join(distinct) or None

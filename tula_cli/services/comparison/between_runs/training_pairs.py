@@ -8,7 +8,7 @@ from tula_cli.run.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
-class TrainingTold:
+class TrainingOverview:
     """What came of a training; None is what it does not tell (yet)."""
 
     signature: str
@@ -33,12 +33,12 @@ class TrainingPair:
     """Two trainings that are held against each other: of one signature, else the newest of each run."""
 
     part: str  # type of node; empty where the job names none
-    before: TrainingTold | None
-    after: TrainingTold | None
+    before: TrainingOverview | None
+    after: TrainingOverview | None
     same_signature: bool
 
 
-def training_pairs(before: RunDir, after: RunDir, *, part: str = "") -> tuple[TrainingPair, ...]:
+def pair_trainings(before: RunDir, after: RunDir, *, part: str = "") -> tuple[TrainingPair, ...]:
     """Return the trainings of two runs in pairs; none where neither has any.
 
     Args:
@@ -46,22 +46,28 @@ def training_pairs(before: RunDir, after: RunDir, *, part: str = "") -> tuple[Tr
         after: the other.
         part: the type of node.
     """
-    one, other = before.train_signatures(), after.train_signatures()
-    common = [name for name in one if name in other]
+    signatures_before, signatures_after = before.train_signatures(), after.train_signatures()
+    common = [name for name in signatures_before if name in signatures_after]
     if common:
-        return tuple(TrainingPair(part, _told(before, name), _told(after, name), True) for name in common)
-    if not one and not other:
+        return tuple(
+            TrainingPair(part, _training_overview(before, name), _training_overview(after, name), True)
+            for name in common
+        )
+    if not signatures_before and not signatures_after:
         return ()
-    newest = [_told(run, names[0]) if names else None for run, names in ((before, one), (after, other))]
+    newest = [
+        _training_overview(run, names[0]) if names else None
+        for run, names in ((before, signatures_before), (after, signatures_after))
+    ]
     return (TrainingPair(part, newest[0], newest[1], False),)
 
 
-def _told(run: RunDir, signature: str) -> TrainingTold:
+def _training_overview(run: RunDir, signature: str) -> TrainingOverview:
     training = run.training(signature)
     summary, task, attempts = training.summary(), training.newest_task(), training.attempts()
-    best, metric, epoch = _best(training)
+    best, metric, epoch = _best_metric(training)
     causes = (*summary.causes, *filter(None, [summary.ended])) if summary else ()
-    return TrainingTold(
+    return TrainingOverview(
         signature,
         ended=summary is not None,
         nodes=summary.nodes if summary else task.own_nodes if task else None,
@@ -75,12 +81,14 @@ def _told(run: RunDir, signature: str) -> TrainingTold:
         best_of=metric,
         best_epoch=epoch,
         causes=causes,
-        hosts=tuple(dict.fromkeys(one.hosts or one.host for one in attempts if one.hosts or one.host)),
-        tula=tuple(dict.fromkeys(one.tula for one in attempts if one.tula)),
+        hosts=tuple(
+            dict.fromkeys(attempt.hosts or attempt.host for attempt in attempts if attempt.hosts or attempt.host)
+        ),
+        tula=tuple(dict.fromkeys(attempt.tula for attempt in attempts if attempt.tula)),
     )
 
 
-def _best(training: TrainingRun) -> tuple[float | None, str, int | None]:
+def _best_metric(training: TrainingRun) -> tuple[float | None, str, int | None]:
     summary = training.summary()
     if summary is None:
         return None, "", None
@@ -92,7 +100,7 @@ def _best(training: TrainingRun) -> tuple[float | None, str, int | None]:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class RecommendedConfiguration:
     """What a run recommends."""
 
     objective: str
@@ -106,11 +114,11 @@ class Chosen:
     currency: str
 
     @classmethod
-    def of(cls, found: Recommendation | None) -> "Chosen | None":
+    def from_recommendation(cls, recommendation: Recommendation | None) -> "RecommendedConfiguration | None":
         """Return the choice of an answer; None where there is none."""
-        if found is None:
+        if recommendation is None:
             return None
-        row = found.choice
+        row = recommendation.choice
         return cls(
-            found.objective, row.nodes, row.batch, row.local_batch, row.type, row.market, row.hours, row.cost, found.currency
+            recommendation.objective, row.nodes, row.batch, row.local_batch, row.type, row.market, row.hours, row.cost, recommendation.currency
         )  # fmt: skip

@@ -9,33 +9,35 @@ from pathlib import Path
 
 from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.observations import OtherSizes
-from tula_cli.models.time.stretches import Told
+from tula_cli.models.time.stretches import TrainingObservations
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services.recommendation.by_trainings import told_by_trainings
+from tula_cli.services.recommendation.by_trainings import observations_from_trainings
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 from tula_cli.words import plural
 
 
-class TrainingsOnce:
+class CachedTrainings:
     """What the trainings of parts tell, each part read once."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, Told] = {}
+        self._known: dict[Path, TrainingObservations] = {}
 
-    def __call__(self, part: Part) -> Told:
+    def __call__(self, part: Part) -> TrainingObservations:
         if part.run.path not in self._known:
-            self._known[part.run.path] = told_by_trainings(part.run, part.spec, part.run.results())
+            self._known[part.run.path] = observations_from_trainings(part.run, part.spec, part.run.results())
         return self._known[part.run.path]
 
 
-def beside(part: Part, tell: TrainingsOnce) -> OtherSizes:
+def measurements_of_other_sizes(part: Part, tell: CachedTrainings) -> OtherSizes:
     """Return what was measured on the nodes of a part with other numbers of their GPUs."""
-    probes = [result for other in part.sizes for result in other.run.results() if isinstance(result, Measured)]
-    return OtherSizes(tuple(probes), tuple(one for other in part.sizes for one in tell(other).found))
+    probes = [
+        result for other_part in part.sizes for result in other_part.run.results() if isinstance(result, Measured)
+    ]
+    return OtherSizes(tuple(probes), tuple(steps for other_part in part.sizes for steps in tell(other_part).found))
 
 
 def of_runs(run: RunDir, spec: JobSpec, paths: Sequence[Path]) -> tuple[OtherSizes, list[str]]:
@@ -72,7 +74,7 @@ def recommended_by(part: Part, recommendation: Recommendation | None) -> tuple[O
         part: that is trained.
         recommendation: of its nodes and batch; None where there is none.
     """
-    found, told = beside(part, TrainingsOnce()), list[str]()
+    found, told = measurements_of_other_sizes(part, CachedTrainings()), list[str]()
     for path in () if recommendation is None else recommendation.with_runs:
         try:
             found += of_runs(part.run, part.spec, [Path(path)])[0]
@@ -93,8 +95,8 @@ def places(run: RunDir, paths: Sequence[Path]) -> tuple[str, ...]:
 def _measured(run: RunDir, spec: JobSpec, other: RunDir) -> OtherSizes:
     theirs = other.spec()
     gpus = theirs.cluster.gpus_per_node
-    as_here = theirs.model_copy(update={"cluster": theirs.cluster.model_copy(update=_size(spec))})
-    if signature(as_here) != signature(spec) or _code(other) != _code(run):
+    as_here = theirs.model_copy(update={"cluster": theirs.cluster.model_copy(update=_size_settings(spec))})
+    if signature(as_here) != signature(spec) or _code_digests(other) != _code_digests(run):
         raise SpecError(
             f"--with-run {other.id}: it is not of this job: more than its GPUs a node differs",
             "profile the same job: tula profile job.yaml --set cluster.gpus_per_node=1",
@@ -108,13 +110,13 @@ def _measured(run: RunDir, spec: JobSpec, other: RunDir) -> OtherSizes:
     found = tuple(result for result in results if isinstance(result, Measured))
     if not found:
         raise BadMeasurements(f"--with-run {other.id}: nothing was measured there", "run tula profile for it first")
-    return OtherSizes(found, told_by_trainings(other, theirs, results).found)
+    return OtherSizes(found, observations_from_trainings(other, theirs, results).found)
 
 
-def _size(spec: JobSpec) -> dict[str, int]:
+def _size_settings(spec: JobSpec) -> dict[str, int]:
     return {"gpus_per_node": spec.cluster.gpus_per_node}
 
 
-def _code(run: RunDir) -> set[str]:
+def _code_digests(run: RunDir) -> set[str]:
     """Return the digests of the user's own code that the run's probes ran."""
     return {task.code for task in run.tasks() if isinstance(task, ProbeTask) and task.code}

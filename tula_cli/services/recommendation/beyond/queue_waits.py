@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tula_cli.cluster.slurm.accounting.waits import Estimate, History, SlurmQueue, with_limit
+from tula_cli.cluster.slurm.accounting.waits import Estimate, SlurmQueue, WaitHistory, with_limit
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.objective import Objective
 from tula_cli.models.choice.offers import Offers
@@ -26,7 +26,7 @@ MOST_ASKED = 24
 class Queue(Protocol):
     """Who knows of waits; tests have one that makes them up."""
 
-    def history(self, run: RunDir, spec: JobSpec, *, now: float) -> History:
+    def history(self, run: RunDir, spec: JobSpec, *, now: float) -> WaitHistory:
         """Return waits of others, in the last 14 days."""
         ...
 
@@ -104,7 +104,7 @@ def _of_type(
     return found, [_basis(history), _estimated(estimates)]
 
 
-def _basis(history: History) -> str:
+def _basis(history: WaitHistory) -> str:
     if not history.waits:
         return f"no wait is known ({history.words}): bounds are the scheduler's own lower estimates, and may well be too low"
     return f"bounds of 90 % by waits of {history.words}"

@@ -6,7 +6,7 @@ from tula_cli.cluster.slurm.accounting.site_bill import Ask, site_bill
 from tula_cli.spec.job import JobSpec
 
 
-def billed(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> JobSpec:
+def with_site_billing(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> JobSpec:
     """Return a job with what SLURM bills it filled in (`pricing.told`), on each type of its nodes; others as they are.
 
     Args:
@@ -24,8 +24,8 @@ def billed(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> JobSp
         return spec.model_copy(update={"pricing": pricing})
     types = dict(spec.node_types)
     for name, kind in types.items():
-        own = spec.of_node_type(name)
-        if own.pricing.kind == "billing":
-            told = site_bill(own, root, ask=ask).model_dump()
-            types[name] = kind.model_copy(update={"pricing": {**kind.pricing, "told": told}})
+        job_of_type = spec.of_node_type(name)
+        if job_of_type.pricing.kind == "billing":
+            bill = site_bill(job_of_type, root, ask=ask).model_dump()
+            types[name] = kind.model_copy(update={"pricing": {**kind.pricing, "told": bill}})
     return spec.model_copy(update={"node_types": types})

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tula_cli.cluster.scheduling.chains import MOST_LINKS, SPARE_LINKS
+from tula_cli.cluster.scheduling.chains import MAX_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
 from tula_cli.models.choice.columns import Flags, Floats
 from tula_cli.models.choice.offers import Offers
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.services.profiling.allowed_nodes import bins_of
+from tula_cli.services.profiling.allowed_nodes import describe_bins
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import duration, number, plural
 
-LINKS = int((MOST_LINKS - SPARE_LINKS) / 1.5)
+LINKS = int((MAX_LINKS - SPARE_LINKS) / 1.5)
 """Jobs that a training may need: half as many again are submitted, and two."""
 _MARGIN = 1.5
 """Minutes at the end of a job in which it is told to save and leave."""
@@ -24,13 +24,13 @@ _MARGIN = 1.5
 
 def restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
     """Return the seconds of a start and of a checkpoint, the longest that were measured."""
-    beside = [result.overheads for result in measurements.results if isinstance(result, Measured)]
-    return max((one.startup for one in beside), default=0.0), max(
-        (one.checkpoint or 0.0 for one in beside), default=0.0
+    overheads = [result.overheads for result in measurements.results if isinstance(result, Measured)]
+    return max((overhead.startup for overhead in overheads), default=0.0), max(
+        (overhead.checkpoint or 0.0 for overhead in overheads), default=0.0
     )
 
 
-def fitting(rows: Offers, measurements: TypeMeasurements) -> Flags:
+def fits_wall_time(rows: Offers, measurements: TypeMeasurements) -> Flags:
     """Return which configurations of one type of nodes the bins let train, shape (n,).
 
     In one job, or in a chain of which each job has time beyond its start and its checkpoint, and that has no more jobs
@@ -55,15 +55,15 @@ def within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offer
         Infeasible: nothing; names the fastest.
     """
     fits = np.zeros(len(rows), dtype=bool)
-    for one in measurements:
-        own = rows.type == one.type
-        fits[own] = fitting(rows.take(own), one)
+    for measurements_ in measurements:
+        is_of_type = rows.type == measurements_.type
+        fits[is_of_type] = fits_wall_time(rows.take(is_of_type), measurements_)
     if fits.any():
         return rows.take(fits)
     fastest = rows.ordered().record(0)
-    spec = next(one.part.spec for one in measurements if one.type == fastest.type)
+    spec = next(measurements_.part.spec for measurements_ in measurements if measurements_.type == fastest.type)
     raise Infeasible(
-        f"no configuration can be trained within the site's bins of wall time (cluster.slurm.limits: {bins_of(spec)}): the"
+        f"no configuration can be trained within the site's bins of wall time (cluster.slurm.limits: {describe_bins(spec)}): the"
         f" fastest takes {duration(3600 * fastest.hours)} on {plural(fastest.nodes)}, and a training has at most {LINKS} jobs",
         "search numbers of nodes with longer bins, or train fewer epochs",
     )
@@ -83,7 +83,7 @@ def chain_links(minutes: float, limit: float, *, restart: float = 0.0) -> int:
     return 1 + math.ceil((minutes - limit) / (limit - restart) - 1e-9)
 
 
-def chain_words(choice: Prediction, measurements: TypeMeasurements) -> str:
+def describe_chain(choice: Prediction, measurements: TypeMeasurements) -> str:
     """Say in how many jobs the choice trains within its bin, and what their starts add; empty where there are no bins."""
     slurm = measurements.part.spec.cluster.slurm or Slurm()
     if not slurm.limits:
@@ -93,10 +93,10 @@ def chain_words(choice: Prediction, measurements: TypeMeasurements) -> str:
     if 60 * choice.hours <= limit:
         return f"; one job of {limit} min: {allowed}"
     start, save = restart_seconds(measurements)
-    again = (start + save) / 60 + _MARGIN
-    jobs = chain_links(60 * choice.hours, limit, restart=again)
-    own = "" if slurm.minutes >= most else f", and cluster.slurm.minutes asks for {slurm.minutes}"
+    restart_minutes = (start + save) / 60 + _MARGIN
+    jobs = chain_links(60 * choice.hours, limit, restart=restart_minutes)
+    limit_text = "" if slurm.minutes >= most else f", and cluster.slurm.minutes asks for {slurm.minutes}"
     return (
-        f"; a chain of {jobs} jobs of {limit} min: {allowed}{own}; their further starts, saves and ends add some"
-        f" {duration(60 * (jobs - 1) * again)}, which is not in the time above"
+        f"; a chain of {jobs} jobs of {limit} min: {allowed}{limit_text}; their further starts, saves and ends add some"
+        f" {duration(60 * (jobs - 1) * restart_minutes)}, which is not in the time above"
     )

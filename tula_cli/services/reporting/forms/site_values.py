@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.services.compare import durations, expected_hours
+from tula_cli.services.compare import expected_hours, mean_hours_by_row
 from tula_cli.services.comparison import rounds
-from tula_cli.services.progress.job_status import took
-from tula_cli.services.reporting.compared import what
+from tula_cli.services.progress.job_status import attempt_seconds
+from tula_cli.services.reporting.compared import describe_training_job
 from tula_cli.services.reporting.document import Cell, Column, Document, Table
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.training_look import trainings
+from tula_cli.services.reporting.training_look import newest_trainings
 from tula_cli.version import __version__
 from tula_cli.words import duration, method_label, number, plural
 
@@ -77,7 +77,7 @@ def _words(seen: Material, document: Document, *, runs: int) -> dict[str, str]:
     own = {
         "title": document.title, "question": document.question, "answer": document.answer, "made": document.made,
         "used_node_hours": number(_used_hours(seen)),
-        "what": what(seen.spec), "tula": __version__, "currency": seen.currency, "runs": str(runs),
+        "what": describe_training_job(seen.spec), "tula": __version__, "currency": seen.currency, "runs": str(runs),
         "gpus_per_node": str(seen.spec.cluster.gpus_per_node),
     }  # fmt: skip
     return {**told, **own}
@@ -88,7 +88,10 @@ def _used_hours(seen: Material) -> float:
     jobs = [job for one in seen.parts for job in one.now.jobs]
     known = {job.id for job in jobs}
     others = (one for part in seen.parts for one in part.now.attempts if one.job not in known)
-    return sum(job.node_hours for job in jobs) + sum(one.nodes * took(one.attempt, None) for one in others) / 3600
+    return (
+        sum(job.node_hours for job in jobs)
+        + sum(one.nodes * attempt_seconds(one.attempt, None) for one in others) / 3600
+    )
 
 
 def _choice(row: Prediction, seen: Material, *, runs: int) -> dict[str, str]:
@@ -135,7 +138,7 @@ def _experiments(seen: Material, *, runs: int) -> Iterator[tuple[str, float | No
     """Yield name, node-hours a run and number of runs of each experiment: training the choice, and comparing methods."""
     if (row := seen.choice) is not None:
         yield f"training on {plural(row.nodes)}, batch {row.batch}", row.all_node_hours, runs
-    elif trained := next((one.summary for one in trainings(seen) if one.summary is not None), None):
+    elif trained := next((one.summary for one in newest_trainings(seen) if one.summary is not None), None):
         yield (
             f"training on {plural(trained.nodes)}, batch {trained.batch}",
             trained.actual_hours * trained.nodes,
@@ -145,7 +148,7 @@ def _experiments(seen: Material, *, runs: int) -> Iterator[tuple[str, float | No
         comparison = one.part.run.comparison()
         if comparison is None:
             continue
-        took = durations(one.look, comparison)
+        took = mean_hours_by_row(one.look, comparison)
         standing = rounds.decide_standing(one.look, comparison, one.part.spec)
         counts = Counter((cell.method, cell.batch, cell.short) for cell in (*standing.wanted, *standing.undecided))
         for cell in {(cell.method, cell.batch, cell.short): cell for cell in comparison.cells}.values():

@@ -6,58 +6,70 @@ from tula_cli.run.records.recommendations import Caveats, Prediction, Recommenda
 from tula_cli.services.reporting.document import Cell, Column, Fact, Section, Table
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.units import (
+    as_sentence,
+    bytes_unit,
+    convert,
+    describe_nodes,
+    describe_notes,
+    explain_notes,
+    hours_unit,
     is_priced,
-    note_words,
-    notes_explained,
-    of_bytes,
-    of_hours,
-    on,
-    sentence,
-    times,
 )
 from tula_cli.words import configuration, duration, interval_of_hours, number, time_unit
 
 KEY, TITLE = "choice", "What was chosen"
 
 
-def section(seen: Material) -> Section:
+def choice_section(material: Material) -> Section:
     """Return the choice with its reason, and the table of what was possible."""
-    words, choice = seen.words, seen.choice
-    if words is None or choice is None:
-        return Section(KEY, TITLE, missing=f"nothing is chosen: {seen.unanswered}")
-    rows = words.rows if seen.answer is None else seen.answer.recommendation.rows
-    text = [sentence(words.reason), *_beside(seen, words)]
-    if seen.changed:
+    recommendation, choice = material.shown_recommendation, material.choice
+    if recommendation is None or choice is None:
+        return Section(KEY, TITLE, missing=f"nothing is chosen: {material.unanswered}")
+    rows = recommendation.rows if material.answer is None else material.answer.recommendation.rows
+    text = [as_sentence(recommendation.reason), *_extra_sentences(material, recommendation)]
+    if material.has_changed:
         text.append(
-            f"By all that was measured and trained up to now that configuration takes {_time(choice)}; tables and figures have it so."
+            f"By all that was measured and trained up to now that configuration takes {_describe_time(choice)}; tables and figures have it so."
         )
-    if (moved := seen.moved) is not None:
+    if (moved := material.changed_choice) is not None:
         text.append(
             f"Asked again now, the answer would be {configuration(moved.nodes, moved.batch, moved.local_batch)};"
             " tula recommend renews it."
         )
-    if seen.answer is None:
-        text.append(f"These are the figures of that answer, and not of now: {seen.unanswered}.")
-    tables = [_possible(rows, choice, words.currency), *_parts(words.choice), *_lengths(words)]
-    return Section(KEY, TITLE, tuple(text), tuple(_facts(words)), tuple(tables))
+    if material.answer is None:
+        text.append(f"These are the figures of that answer, and not of now: {material.unanswered}.")
+    tables = [
+        _possible_table(rows, choice, recommendation.currency),
+        *_time_parts_tables(recommendation.choice),
+        *_length_tables(recommendation),
+    ]
+    return Section(KEY, TITLE, tuple(text), tuple(_choice_facts(recommendation)), tuple(tables))
 
 
-def _time(row: Prediction) -> str:
+def _describe_time(row: Prediction) -> str:
     return f"{duration(3600 * row.hours)}{interval_of_hours(row.hours_low, row.hours_high)}"
 
 
-def _beside(seen: Material, words: Recommendation) -> Iterator[str]:
+def _extra_sentences(material: Material, recommendation: Recommendation) -> Iterator[str]:
     """Yield what else is worth a sentence of a choice."""
-    progress, there, fallback = words.choice.same_progress, words.other_market, words.fallback
-    accuracy = words.accuracy if seen.answer is None else seen.answer.recommendation.accuracy or words.accuracy
+    progress, other_market, fallback = (
+        recommendation.choice.same_progress,
+        recommendation.other_market,
+        recommendation.fallback,
+    )
+    accuracy = (
+        recommendation.accuracy
+        if material.answer is None
+        else material.answer.recommendation.accuracy or recommendation.accuracy
+    )
     if progress is not None:
         yield (
             f"To the progress of the small batch: {number(progress.epochs)} epochs, {duration(3600 * progress.hours)}"
-            f"{interval_of_hours(progress.hours_low, progress.hours_high)}, {number(progress.cost)} {words.currency}."
+            f"{interval_of_hours(progress.hours_low, progress.hours_high)}, {number(progress.cost)} {recommendation.currency}."
         )
-    if there is not None:
-        market = "on spot nodes" if there.market == "spot" else "on demand"
-        yield f"The same {market}: {duration(3600 * there.hours)}, {number(there.cost)} {words.currency}."
+    if other_market is not None:
+        market = "on spot nodes" if other_market.market == "spot" else "on demand"
+        yield f"The same {market}: {duration(3600 * other_market.hours)}, {number(other_market.cost)} {recommendation.currency}."
     if fallback is not None:
         yield (
             f"After an out-of-memory it goes on with batch {fallback.batch} as micro-batch {fallback.micro_batch} x"
@@ -68,27 +80,27 @@ def _beside(seen: Material, words: Recommendation) -> Iterator[str]:
         yield f"Accuracy: it {accuracy.words}."
 
 
-def _facts(words: Recommendation) -> Iterator[Fact]:
-    told = {
-        "asked by": words.criteria,
-        "price": words.price,
-        "fit": words.fit,
-        "energy": words.power,
-        "same progress": words.efficiency,
-        "stages": words.ramp,
-        "checkpoints": words.interruption,
-        "queue": "\n".join(words.queue),
+def _choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
+    values = {
+        "asked by": recommendation.criteria,
+        "price": recommendation.price,
+        "fit": recommendation.fit,
+        "energy": recommendation.power,
+        "same progress": recommendation.efficiency,
+        "stages": recommendation.ramp,
+        "checkpoints": recommendation.interruption,
+        "queue": "\n".join(recommendation.queue),
     }
-    yield from (Fact(name, value) for name, value in told.items() if value)
-    yield from (Fact("note", text) for text in words.warnings)
+    yield from (Fact(name, value) for name, value in values.items() if value)
+    yield from (Fact("note", text) for text in recommendation.warnings)
 
 
-def _possible(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
+def _possible_table(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
     """Return the table of configurations, fastest first."""
-    to_unit, unit = of_hours(row.hours for row in rows)
-    to_size, size = of_bytes(row.peak_memory for row in rows)
-    caveats = Caveats.among(rows, choice)
-    notes = [caveats.of(row) for row in rows]
+    to_unit, unit = hours_unit(row.hours for row in rows)
+    to_size, size = bytes_unit(row.peak_memory for row in rows)
+    caveats = Caveats.among_rows(rows, choice)
+    notes = [caveats.caveats_of(row) for row in rows]
     typed, spot = any(row.type for row in rows), any(row.market == "spot" for row in rows)
     energy, priced = any(row.kwh is not None for row in rows), is_priced(rows, currency)
     columns = [Column("nodes"), *([Column("type", align="left")] if typed else []), Column("batch"), Column("local batch"),
@@ -102,15 +114,15 @@ def _possible(rows: Sequence[Prediction], choice: Prediction, currency: str) -> 
     def cells(row: Prediction) -> tuple[Cell, ...]:
         return (
             row.nodes, *([row.type] if typed else []), row.batch, row.local_batch,
-            1000 * row.step_time, row.hours * to_unit, times(row.hours_low, to_unit), times(row.hours_high, to_unit),
-            row.all_node_hours, *([row.cost] if priced else []), *([row.kwh] if energy else []), times(row.peak_memory, to_size),
-            times(row.headroom, 100), *([row.market.replace("_", " ")] if spot else []), basis(row),
-            *([note_words(caveats.of(row))] if any(notes) else []),
+            1000 * row.step_time, row.hours * to_unit, convert(row.hours_low, to_unit), convert(row.hours_high, to_unit),
+            row.all_node_hours, *([row.cost] if priced else []), *([row.kwh] if energy else []), convert(row.peak_memory, to_size),
+            convert(row.headroom, 100), *([row.market.replace("_", " ")] if spot else []), describe_basis(row),
+            *([describe_notes(caveats.caveats_of(row))] if any(notes) else []),
         )  # fmt: skip
 
-    place = (choice.type, choice.nodes, choice.batch, choice.market)
+    chosen_key = (choice.type, choice.nodes, choice.batch, choice.market)
     marks = [
-        "chosen" if (row.type, row.nodes, row.batch, row.market) == place else "front" if row.pareto else ""
+        "chosen" if (row.type, row.nodes, row.batch, row.market) == chosen_key else "front" if row.pareto else ""
         for row in rows
     ]
     return Table(
@@ -120,17 +132,17 @@ def _possible(rows: Sequence[Prediction], choice: Prediction, currency: str) -> 
         tuple(map(cells, rows)),
         f"{'Time, node-hours and cost' if priced else 'Time and node-hours'} are those of the whole training; from and to are"
         " the ends of the 90 % interval of the time."
-        f" Marked besides the choice: nothing is faster and as cheap, or as fast and cheaper.{notes_explained(notes)}",
+        f" Marked besides the choice: nothing is faster and as cheap, or as fast and cheaper.{explain_notes(notes)}",
         tuple(marks),
     )
 
 
-def basis(row: Prediction) -> str:
+def describe_basis(row: Prediction) -> str:
     """Return what the step time of a configuration rests on, in a word or two."""
     return "measured" if row.measured else "trained" if row.trained else "predicted"
 
 
-def _parts(choice: Prediction) -> Iterator[Table]:
+def _time_parts_tables(choice: Prediction) -> Iterator[Table]:
     """Yield where the time of the training goes, as far as that is forecast."""
     parts = choice.parts
     if parts is None:
@@ -138,23 +150,31 @@ def _parts(choice: Prediction) -> Iterator[Table]:
     divisor, unit = time_unit(parts.total)
     names = {"steps": "steps", "data": "of them waiting for data", "evaluation": "evaluation", "checkpoints": "checkpoints",
              "branches": "branches of self-tuning", "rest": "starts and ends"}  # fmt: skip
-    told = [(name, getattr(parts, part)) for part, name in names.items()]
+    told = [(name, getattr(parts, field_name)) for field_name, name in names.items()]
     rows = tuple((name, seconds / divisor, 100 * seconds / parts.total) for name, seconds in told if seconds)
     columns = (Column("part", align="left"), Column("time", unit, digits=3), Column("share", "%", digits=3))
-    title = f"Where the time of the choice goes: {on(choice)}, batch {choice.batch}"
+    title = f"Where the time of the choice goes: {describe_nodes(choice)}, batch {choice.batch}"
     yield Table("training_parts", title, columns, rows)
 
 
-def _lengths(words: Recommendation) -> Iterator[Table]:
+def _length_tables(recommendation: Recommendation) -> Iterator[Table]:
     """Yield what the job takes at other lengths of text."""
-    if not words.lengths:
+    if not recommendation.lengths:
         return
     columns = (Column("length"), Column("padding", "%", digits=3), Column("largest batch"), Column("fastest batch"),
                Column("tokens/s", digits=3), Column("note", align="left"))  # fmt: skip
     rows = []
-    for one in words.lengths:
-        best = one.fastest
-        told = (None, None) if best is None else (best.batch, one.tokens_per_second(best))
-        rows.append((one.length, 100 * one.padding, one.largest_batch, *told, "the job's own" if one.own else one.note))
-    nodes = words.lengths[0].nodes
-    yield Table("lengths", f"Lengths of text, on {nodes} nodes" if nodes > 1 else "Lengths of text, on 1 node", columns, tuple(rows), sentence(words.growth))  # fmt: skip
+    for length in recommendation.lengths:
+        best = length.fastest
+        best_cells = (None, None) if best is None else (best.batch, length.tokens_per_second(best))
+        rows.append(
+            (
+                length.length,
+                100 * length.padding,
+                length.largest_batch,
+                *best_cells,
+                "the job's own" if length.own else length.note,
+            )
+        )
+    nodes = recommendation.lengths[0].nodes
+    yield Table("lengths", f"Lengths of text, on {nodes} nodes" if nodes > 1 else "Lengths of text, on 1 node", columns, tuple(rows), as_sentence(recommendation.growth))  # fmt: skip

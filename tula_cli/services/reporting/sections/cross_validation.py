@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.observations import observation
+from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.models.time.priors import PRIORS, SHARDED
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.services.recommendation.validation import Validation
 from tula_cli.services.reporting.document import Column, Figure, Section, Series, Table
-from tula_cli.services.reporting.material import Material, in_words
-from tula_cli.services.search import STRATEGIES, grouped
+from tula_cli.services.reporting.material import Material, describe_error
+from tula_cli.services.search import STRATEGIES, group_by_nodes
 from tula_cli.words import plural
 
 KEY, TITLE = "predictions", "How well it predicts"
@@ -20,13 +20,13 @@ KEY, TITLE = "predictions", "How well it predicts"
 
 def section(seen: Material) -> Section:
     """Return what each search would have said of the probes that it does not take."""
-    own = seen.own
+    own = seen.choice_measurements
     if own is None:
         return Section(KEY, TITLE, missing=f"nothing is predicted: {seen.unanswered}")
     try:
-        found = own.validated()
+        found = own.cross_validate()
     except BadMeasurements as error:
-        return Section(KEY, TITLE, missing=f"nothing tells how well: {in_words(error)}")
+        return Section(KEY, TITLE, missing=f"nothing tells how well: {describe_error(error)}")
     return Section(KEY, TITLE, tables=(_table(found),), figures=(_errors(found), *_curves(seen, own)))
 
 
@@ -69,7 +69,7 @@ def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
     assert choice is not None  # of which `own` is
     spec, gpus, nodes = own.part.spec, own.part.spec.cluster.gpus_per_node, choice.nodes
     probes = forecast.probes
-    partial = {(n, local) for n, locals_ in STRATEGIES["partial"](grouped(probes)).items() for local in locals_}
+    partial = {(n, local) for n, locals_ in STRATEGIES["partial"](group_by_nodes(probes)).items() for local in locals_}
     here = sorted(local for count, local in probes if count == nodes)
     gaps = [config.local_batch(gpus) for config in forecast.feasible([nodes])]
     known = [size for size in sorted({*here, *gaps}) if not forecast.steps.refusal(nodes, gpus, size)]
@@ -78,7 +78,7 @@ def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
     priors = SHARDED if spec.train.sharded else PRIORS
     fits = {"fit to all": forecast.steps}
     if len(partial) < len(probes):
-        few = steptime.fit([observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=priors)  # fmt: skip
+        few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=priors)  # fmt: skip
         fits["fit to the partial search's"] = few
     series = [_measured(own, here, nodes)]
     for name, fit in fits.items():
@@ -106,5 +106,5 @@ def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
 def _measured(own: TypeMeasurements, sizes: list[int], nodes: int) -> Series:
     gpus, probes = own.part.spec.cluster.gpus_per_node, own.forecast.probes
     xs = tuple(float(size * nodes * gpus) for size in sizes)
-    ys = tuple(1000 * centre(probes[nodes, size].step_times) for size in sizes)
+    ys = tuple(1000 * trimmed_mean(probes[nodes, size].step_times) for size in sizes)
     return Series("measured", xs, ys, style="points", measured=(True,) * len(sizes))

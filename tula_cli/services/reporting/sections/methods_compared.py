@@ -11,15 +11,25 @@ from tula_cli.services.reporting.material import Material
 MISSING = "nothing was compared: tula compare trains the job with several methods and batches, and tells what a large batch loses"
 
 
-def sections(seen: Material) -> Iterator[Section]:
+def comparison_sections(material: Material) -> Iterator[Section]:
     """Yield the sections of each part's comparison, or one that says that there is none."""
-    found = [(one, comparison) for one in seen.own_parts if (comparison := one.part.run.comparison()) is not None]
-    if not found:
+    compared_parts = [
+        (part_material, comparison)
+        for part_material in material.own_parts
+        if (comparison := part_material.part.run.comparison()) is not None
+    ]
+    if not compared_parts:
         yield Section("comparison", "Methods and batches", missing=MISSING)
-    for one, comparison in found:
-        report = accuracy.report(one.part.run, comparison, one.part.spec, jobs=one.now.jobs)
-        for section in compared.sections(report, accuracy.curves(one.part.run, comparison)):
-            name = f": {one.name}" if one.name else ""
+    for part_material, comparison in compared_parts:
+        report = accuracy.build_compare_report(
+            part_material.part.run, comparison, part_material.part.spec, jobs=part_material.now.jobs
+        )
+        for section in compared.comparison_sections(
+            report, accuracy.training_curves(part_material.part.run, comparison)
+        ):
+            name = f": {part_material.name}" if part_material.name else ""
             yield replace(
-                section, key=f"{section.key}{f'_{one.name}' if one.name else ''}", title=f"{section.title}{name}"
+                section,
+                key=f"{section.key}{f'_{part_material.name}' if part_material.name else ''}",
+                title=f"{section.title}{name}",
             )

@@ -10,13 +10,13 @@ from torch.utils._pytree import tree_map
 
 from tula_cli.plugins import load
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.construct import construct
+from tula_cli.worker.build.construct import call_with_arguments
 
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
-class OwnCollate:
+class UserCollate:
     """The user's own function; a mapping of another kind than dict, as tokenizers return, becomes one."""
 
     function: Collate
@@ -31,17 +31,17 @@ def build_collate(spec: JobSpec) -> Collate | None:
     Raises:
         SpecError: it cannot be imported, or its arguments are wrong.
     """
-    given = spec.dataset.collate_fn
-    if given is None:
+    import_string = spec.dataset.collate_fn
+    if import_string is None:
         return None
-    name, args = (given, None) if isinstance(given, str) else next(iter(given.items()))
+    name, args = (import_string, None) if isinstance(import_string, str) else next(iter(import_string.items()))
     target = load(name, {}, kind="collate_fn")
     if isinstance(target, type):
-        return OwnCollate(construct(target, args or {}, path=f"dataset.collate_fn.{name}", name=name))
-    return OwnCollate(partial(target, **args) if args else target)
+        return UserCollate(call_with_arguments(target, args or {}, path=f"dataset.collate_fn.{name}", name=name))
+    return UserCollate(partial(target, **args) if args else target)
 
 
-def collated(collate: Collate | None, items: Sequence[Any]) -> Any:
+def collate_items(collate: Collate | None, items: Sequence[Any]) -> Any:
     """Return a batch of these samples, as a loader makes it."""
     return (collate or torch.utils.data.default_collate)(list(items))
 

@@ -7,7 +7,7 @@ from tula_cli.models.ramp.stages import Ramp
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BatchSizes:
     """The batches of a training, and in how many micro-batches each is computed."""
 
     ramp: Ramp

@@ -16,7 +16,7 @@ IGNORED = -100
 """The label that torch's cross entropy leaves out."""
 
 
-def fields_of(tree: Any) -> Mapping[str, Any] | None:
+def named_entries(tree: Any) -> Mapping[str, Any] | None:
     """Return the entries of a dictionary or a named tuple by name; None where there are no names."""
     if isinstance(tree, Mapping):
         return tree
@@ -25,7 +25,7 @@ def fields_of(tree: Any) -> Mapping[str, Any] | None:
 
 def sequence_length(batch: Any) -> int | None:
     """Return how many places a sample of a batch has, its padding counted; None where a batch is not known to be text."""
-    ids = _ids(batch)
+    ids = _token_ids(batch)
     return None if ids is None else ids.shape[1]
 
 
@@ -39,42 +39,42 @@ class TokenCounter:
 
     def add(self, batch: Any) -> None:
         """Count a batch; one that is not known to be text is left out."""
-        ids = _ids(batch)
+        ids = _token_ids(batch)
         if ids is None:
             return
-        told = _told(batch, ids)
+        mask = _word_mask(batch, ids)
         self.samples += ids.shape[0]
         self.places += ids.numel()
-        self.real = self.real + (ids.numel() if told is None else told.sum())
+        self.real = self.real + (ids.numel() if mask is None else mask.sum())
 
-    def of_a_sample(self) -> tuple[float, float] | None:
-        """Return the mean places of a sample, and those that are not padding; None where no text was counted."""
+    def means_per_sample(self) -> tuple[float, float] | None:
+        """Return the mean length of a sample, with and without padding; None if no text was counted."""
         return (self.places / self.samples, float(self.real) / self.samples) if self.samples else None
 
 
-def _ids(batch: Any) -> torch.Tensor | None:
+def _token_ids(batch: Any) -> torch.Tensor | None:
     """Return the ids of a batch, (samples, length).
 
     Known are the names that ids go by, and a pair of ids and targets of one shape.
     """
-    fields = fields_of(batch)
+    fields = named_entries(batch)
     if fields is not None:
-        found = [fields[key] for key in TOKENS if key in fields]
+        candidates = [fields[key] for key in TOKENS if key in fields]
     elif type(batch) in (tuple, list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
-        found = [batch[0]] if batch[0].shape == batch[1].shape and not batch[1].is_floating_point() else []
+        candidates = [batch[0]] if batch[0].shape == batch[1].shape and not batch[1].is_floating_point() else []
     else:
-        found = []
-    ids = next((leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.ndim == 2), None)
+        candidates = []
+    ids = next((leaf for leaf in candidates if isinstance(leaf, torch.Tensor) and leaf.ndim == 2), None)
     return None if ids is None or ids.is_floating_point() else ids
 
 
-def _told(batch: Any, ids: torch.Tensor) -> torch.Tensor | None:
-    """Return which places hold a word, bool (samples, length); None where nothing tells."""
-    fields = fields_of(batch)
+def _word_mask(batch: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return which positions hold a word, bool (samples, length); None if the batch does not tell."""
+    fields = named_entries(batch)
     fields = {"labels": batch[1]} if fields is None else fields
     for keys, nothing in ((MASKS, 0), (LABELS, IGNORED)):
         for key in keys:
-            found = fields.get(key)
-            if isinstance(found, torch.Tensor) and found.shape == ids.shape:
-                return found.ne(nothing)
+            mask = fields.get(key)
+            if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+                return mask.ne(nothing)
     return None

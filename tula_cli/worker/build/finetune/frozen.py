@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.errors import SpecError
-from tula_cli.worker.build.finetune.patterns import chosen, is_chosen
+from tula_cli.worker.build.finetune.patterns import is_module_matching, parameters_matching
 
 PATH = "model.frozen"
 
@@ -22,11 +22,11 @@ class FrozenStatistics:
 
     def train(self, mode: bool = True) -> Any:  # noqa: ARG002
         """Stay in evaluation, whatever the model around it does."""
-        whole: Any = super()
-        return whole.train(False)
+        parent: Any = super()
+        return parent.train(False)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     """Leave the parameters that patterns name, and the statistics of BatchNorm layers all of whose are, as they are.
 
     Args:
@@ -38,26 +38,26 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """
     if not patterns:
         return
-    for parameter in chosen(model, patterns, path=PATH).values():
+    for parameter in parameters_matching(model, patterns, path=PATH).values():
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SpecError(f"{PATH}: {', '.join(patterns)} leaves nothing to train", 'a pattern after ! stays: "!head"')
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        still = not any(p.requires_grad for p in own) if own else is_chosen(name, patterns)
+        parameters = list(module.parameters(recurse=False))
+        still = not any(p.requires_grad for p in parameters) if parameters else is_module_matching(name, patterns)
         if isinstance(module, _BatchNorm) and still:
             kind: Any = type(module)
-            module.__class__ = _frozen(kind)
+            module.__class__ = _frozen_class(kind)
             module.train(False)
 
 
 @functools.cache
-def _frozen(kind: Any) -> Any:
+def _frozen_class(kind: Any) -> Any:
     return type(f"Frozen{kind.__name__}", (FrozenStatistics, kind), {})
 
 
-def told(model: nn.Module, patterns: Sequence[str]) -> str:
-    """Return in words what is frozen; empty where nothing is."""
+def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Describe what is frozen; empty if nothing is."""
     if not patterns:
         return ""
     sizes = [(p.requires_grad, p.numel()) for p in model.parameters()]

@@ -8,11 +8,11 @@ from torch import nn
 from tula_cli.errors import SpecError
 from tula_cli.plugins import nearest
 
-SHOWN = 8
+MAX_NAMES_SHOWN = 8
 """Names of modules that an error lists."""
 
 
-def chosen(model: nn.Module, patterns: Sequence[str], *, path: str) -> dict[str, nn.Parameter]:
+def parameters_matching(model: nn.Module, patterns: Sequence[str], *, path: str) -> dict[str, nn.Parameter]:
     """Return the parameters that patterns name, by name; of several patterns that a name fits, the last one counts.
 
     Args:
@@ -25,31 +25,31 @@ def chosen(model: nn.Module, patterns: Sequence[str], *, path: str) -> dict[str,
         SpecError: a pattern names nothing.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
-    kinds = {kind: set(_of_kind(model, kind)) for kind in KINDS}
+    kinds = {kind: set(_parameters_of_kind(model, kind)) for kind in KINDS}
     for pattern in patterns:
         plain = pattern.removeprefix("!")
-        if not any(_hits(name, plain, kinds) for name in names):
-            raise _nothing(model, pattern, path)
-    return {name: parameter for name, parameter in names.items() if _last(name, patterns, kinds)}
+        if not any(_matches(name, plain, kinds) for name in names):
+            raise _no_match_error(model, pattern, path)
+    return {name: parameter for name, parameter in names.items() if _last_match_includes(name, patterns, kinds)}
 
 
-def is_chosen(name: str, patterns: Sequence[str]) -> bool:
+def is_module_matching(name: str, patterns: Sequence[str]) -> bool:
     """Return whether patterns name a module, by its own name alone."""
-    return _last(name, patterns, {kind: set() for kind in KINDS})
+    return _last_match_includes(name, patterns, {kind: set() for kind in KINDS})
 
 
 KINDS = ("norms", "biases", "embeddings")
 
 
-def _last(name: str, patterns: Sequence[str], kinds: dict[str, set[str]]) -> bool:
-    found = [not pattern.startswith("!") for pattern in patterns if _hits(name, pattern.removeprefix("!"), kinds)]
-    return bool(found) and found[-1]
+def _last_match_includes(name: str, patterns: Sequence[str], kinds: dict[str, set[str]]) -> bool:
+    matches = [not pattern.startswith("!") for pattern in patterns if _matches(name, pattern.removeprefix("!"), kinds)]
+    return bool(matches) and matches[-1]
 
 
-def _hits(name: str, pattern: str, kinds: dict[str, set[str]]) -> bool:
+def _matches(name: str, pattern: str, kinds: dict[str, set[str]]) -> bool:
     if pattern in kinds:
         return name in kinds[pattern]
-    return any(fnmatchcase(part, pattern) for part in _with_parents(name))
+    return any(fnmatchcase(name_part, pattern) for name_part in _with_parents(name))
 
 
 def _with_parents(name: str) -> Iterator[str]:
@@ -59,20 +59,20 @@ def _with_parents(name: str) -> Iterator[str]:
         yield ".".join(parts[:end])
 
 
-def _of_kind(model: nn.Module, kind: str) -> Iterator[str]:
+def _parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
     """Yield the names of the parameters of one of KINDS."""
-    for place, module in model.named_modules(remove_duplicate=False):
+    for module_name, module in model.named_modules(remove_duplicate=False):
         for name, _ in module.named_parameters(recurse=False):
             is_norm = "norm" in type(module).__name__.lower()  # LayerNorm, and RMSNorm of whatever package
             is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
             if {"norms": is_norm, "biases": name.endswith("bias"), "embeddings": is_embedding}[kind]:
-                yield f"{place}.{name}" if place else name
+                yield f"{module_name}.{name}" if module_name else name
 
 
-def _nothing(model: nn.Module, pattern: str, path: str) -> SpecError:
-    places = [name for name, _ in model.named_modules() if name]
-    known = [*places, *(name for name, _ in model.named_parameters())]
-    top = [name for name in places if "." not in name]
-    there_are = f"its modules are {', '.join(top[:SHOWN])}{' ...' * (len(top) > SHOWN)}"
-    hint = nearest(pattern.strip("!*.?"), known) or there_are
+def _no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError:
+    modules = [name for name, _ in model.named_modules() if name]
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    top = [name for name in modules if "." not in name]
+    there_are = f"its modules are {', '.join(top[:MAX_NAMES_SHOWN])}{' ...' * (len(top) > MAX_NAMES_SHOWN)}"
+    hint = nearest(pattern.strip("!*.?"), names) or there_are
     return SpecError(f"{path}: {pattern!r} fits no parameter of {type(model).__name__}", hint)

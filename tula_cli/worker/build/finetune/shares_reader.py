@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tula_cli.run import files
 
-SAFE = {
+SAFE_CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -23,7 +23,7 @@ SAFE = {
 """What metadata names beside its own records and torch's types of numbers."""
 
 
-class SharesReader(FileSystemReader):
+class SafeShardReader(FileSystemReader):
     """A reader that makes nothing but records of metadata."""
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
@@ -32,40 +32,40 @@ class SharesReader(FileSystemReader):
         Raises:
             pickle.UnpicklingError: there is something else in it, or it is damaged.
         """
-        content = files.content(Path(self.path, ".metadata"))
+        content = files.read_content(Path(self.path, ".metadata"))
         try:
-            found = _Records(io.BytesIO(content)).load()
+            records = _MetadataUnpickler(io.BytesIO(content)).load()
         except (LookupError, EOFError, AttributeError, TypeError, ValueError) as error:
             raise pickle.UnpicklingError(f"the metadata is damaged: {error}") from None
-        if not isinstance(found, metadata.Metadata):
+        if not isinstance(records, metadata.Metadata):
             raise pickle.UnpicklingError("the metadata is something else")
-        if found.storage_meta is None:
-            found.storage_meta = metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        if records.storage_meta is None:
+            records.storage_meta = metadata.StorageMeta()
+        records.storage_meta.load_id = self.load_id
+        return records
 
 
-class _Records(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (
             "builtins",
             "getattr",
         ):  # by which Python 3.11.2 and others write a member of an enumeration
-            return _member
-        own = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
+            return _allow_member
+        is_metadata_class = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
         number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not own and not number and (module, name) not in SAFE:
+        if not is_metadata_class and not number and (module, name) not in SAFE_CLASSES:
             raise pickle.UnpicklingError(f"the metadata names {module}.{name}")
         return super().find_class(module, name)
 
 
-def _member(kind: Any, name: str) -> Any:
+def _allow_member(kind: Any, name: str) -> Any:
     if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
         raise pickle.UnpicklingError(f"the metadata asks for {name} of {kind!r}")
     return kind[name]
 
 
-class SharesPlanner(DefaultLoadPlanner):
+class SafeLoadPlanner(DefaultLoadPlanner):
     """A planner that takes plain values, of an optimizer's groups, where torch's own takes any object."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:

@@ -10,11 +10,11 @@ from torch import nn
 
 from tula_cli.errors import SpecError
 from tula_cli.plugins import nearest
-from tula_cli.worker.build.construct import refused
+from tula_cli.worker.build.construct import refused_arguments
 
 PREFIX = "transformers:"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
-_NO_SETTINGS_OF_THEIRS = ("attn_implementation",)
+_SETTINGS_OF_TULA = ("attn_implementation",)
 """Taken by every configuration, and no attribute of any."""
 
 
@@ -37,7 +37,7 @@ def one_sequence_a_sample() -> Iterator[None]:
         setattr(masking, name, find)
 
 
-def is_of_transformers(name: str) -> bool:
+def is_transformers_name(name: str) -> bool:
     """Return whether a model's name is one of these."""
     return name.startswith(PREFIX)
 
@@ -58,19 +58,19 @@ class FromConfig:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.package = _package(name)
+        self.package = _import_transformers(name)
         attribute = name.removeprefix(PREFIX)
         self.target: Any = getattr(self.package, attribute, None)
-        if not isinstance(self.target, type) or not (self._auto or hasattr(self.target, "config_class")):
-            known = [n for n in dir(self.package) if n.startswith("AutoModel")]
+        if not isinstance(self.target, type) or not (self._is_auto_class or hasattr(self.target, "config_class")):
+            auto_classes = [n for n in dir(self.package) if n.startswith("AutoModel")]
             raise SpecError(
                 f"model {name!r}: transformers has no class of models {attribute!r}",
-                nearest(attribute, known)
+                nearest(attribute, auto_classes)
                 or "for example transformers:AutoModelForCausalLM with args {model_type: gpt2}",
             )
 
     @property
-    def _auto(self) -> bool:
+    def _is_auto_class(self) -> bool:
         return hasattr(self.target, "from_config")
 
     def __call__(self, num_classes: int | None = None, model_type: str | None = None, **settings: Any) -> nn.Module:
@@ -98,42 +98,45 @@ class FromConfig:
                 settings.setdefault(key, None)
         try:
             config = kind(**settings)
-            model = self.target.from_config(config) if self._auto else self.target(config)
+            model = self.target.from_config(config) if self._is_auto_class else self.target(config)
         # Each model checks its sizes in its own way, and newer versions of transformers have errors of their own for it.
         except Exception as error:
-            raise refused(error, settings, path="model.args", name=self.name) from error
+            raise refused_arguments(error, settings, path="model.args", name=self.name) from error
         assert isinstance(model, nn.Module)
         return model
 
     def _config_class(self, model_type: str | None) -> Any:
-        if not self._auto:
+        if not self._is_auto_class:
             if model_type is not None:
                 raise SpecError(f"model.args.model_type: {self.name} is of one type", "leave model_type out")
             return self.target.config_class
-        known = self.package.CONFIG_MAPPING
+        configurations = self.package.CONFIG_MAPPING
         if model_type is None:
             raise SpecError(
                 f"model.args: {self.name} needs model_type, which says what kind of transformer to build",
                 "for example model_type: gpt2 (llama, bert, distilbert ...), with the settings of its configuration beside it",
             )
-        if model_type not in known:
+        if model_type not in configurations:
             raise SpecError(
-                f"model.args.model_type: transformers has no {model_type!r}", nearest(model_type, list(known.keys()))
+                f"model.args.model_type: transformers has no {model_type!r}",
+                nearest(model_type, list(configurations.keys())),
             )
-        return known[model_type]
+        return configurations[model_type]
 
     def _check_known(self, settings: dict[str, Any], default: Any) -> None:
         """Refuse what the configuration would keep and nothing would read."""
-        known = [key for key in {*vars(default), *default.to_dict(), *default.attribute_map} if not key.startswith("_")]
+        known_keys = [
+            key for key in {*vars(default), *default.to_dict(), *default.attribute_map} if not key.startswith("_")
+        ]
         for key in settings:
-            if key not in (*known, *_NO_SETTINGS_OF_THEIRS) and not hasattr(default, key):
+            if key not in (*known_keys, *_SETTINGS_OF_TULA) and not hasattr(default, key):
                 raise SpecError(
                     f"model.args.{key}: the configuration {type(default).__name__} of {self.name} has no such setting",
-                    nearest(key, known),
+                    nearest(key, known_keys),
                 )
 
 
-def _package(name: str) -> Any:
+def _import_transformers(name: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:

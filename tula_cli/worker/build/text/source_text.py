@@ -16,11 +16,20 @@ import torch.utils.data
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.construct import construct
+from tula_cli.worker.build.construct import call_with_arguments
 
-LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data")
+EXCLUDED_FOLDERS = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "pydoc_data",
+)
 """Folders that are not part of the library, that not every installation has, or that are tables rather than programs."""
-MOST_OF_A_FILE = 65536
+MAX_FILE_BYTES = 65536
 """Bytes: one long module is not to be half of a set."""
 VOCABULARY = 256
 PADDING = 0
@@ -58,7 +67,7 @@ class Fragments(torch.utils.data.Dataset[Any]):
         return {"input_ids": torch.from_numpy(ids), "labels": self.labels[index]}
 
 
-def padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def collate_padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Return a batch as long as its longest fragment: {input_ids, attention_mask: int64 (N, length), labels: int64 (N)}."""
     ids = torch.nn.utils.rnn.pad_sequence(
         [item["input_ids"] for item in items], batch_first=True, padding_value=PADDING
@@ -67,123 +76,125 @@ def padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels}
 
 
-def blocks(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
+def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
     """Return `python_source`: training and held-out blocks of `length` bytes of some `size` bytes of source."""
 
     def settings(length: int = 128, size: int = 1_000_000) -> tuple[int, int]:
         return length, size
 
     _refuse_transforms(spec)
-    length, size = _positive(construct(settings, spec.dataset.args, path="dataset.args", name="python_source"))
-    held_out, kept = _parted(_taken(_files(), size), spec.dataset.eval_fraction)
-    found = Blocks(_joined(kept), length), Blocks(_joined(held_out), length)
-    if not all(map(len, found)):
+    length, size = _require_positive(
+        call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_source")
+    )
+    held_out, train_files = _hold_out_files(_take_bytes(_source_files(), size), spec.dataset.eval_fraction)
+    datasets = Blocks(_join_bytes(train_files), length), Blocks(_join_bytes(held_out), length)
+    if not all(map(len, datasets)):
         raise SpecError(
             f"dataset.args: {size} bytes make no block of length {length} to train on and one to evaluate on",
             "set a larger size or a smaller length",
         )
-    return *found, None
+    return *datasets, None
 
 
-def fragments(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragments, int]:
+def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragments, int]:
     """Return `python_packages`: fragments of at most `length` bytes of the `classes` packages with most text."""
 
     def settings(length: int = 128, classes: int = 8, size: int = 100_000) -> tuple[int, ...]:
         return length, classes, size
 
     _refuse_transforms(spec)
-    length, classes, size = _positive(
-        construct(settings, spec.dataset.args, path="dataset.args", name="python_packages")
+    length, classes, size = _require_positive(
+        call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_packages")
     )
     packages: dict[str, list[tuple[str, bytes]]] = {}
-    for name, text in _files():
+    for name, text in _source_files():
         if "/" in name:
             packages.setdefault(name.partition("/")[0], []).append((name, text))
     several = {name: files for name, files in packages.items() if len(files) > 1}  # one file to train, one held out
     largest = sorted(several, key=lambda name: (-sum(len(text) for _, text in several[name]), name))[:classes]
     if len(largest) < classes or classes < 2:
         raise SpecError(f"dataset.args.classes: 2 to {len(several)} packages have several files, got {classes}")
-    parts: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
+    splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
     for label, name in enumerate(sorted(largest)):
-        for (made, labels), files in zip(
-            parts, _parted(_taken(several[name], size), spec.dataset.eval_fraction), strict=True
+        for (texts, labels), files in zip(
+            splits, _hold_out_files(_take_bytes(several[name], size), spec.dataset.eval_fraction), strict=True
         ):
-            new = [fragment for text in files for fragment in _fragments(text, length)]
-            made += new
+            new = [fragment for text in files for fragment in _split_lines(text, length)]
+            texts += new
             labels += [label] * len(new)
-    held_out, kept = (Fragments(made, labels) for made, labels in parts)
-    return kept, held_out, classes
+    held_out, train = (Fragments(texts, labels) for texts, labels in splits)
+    return train, held_out, classes
 
 
 DATASETS: dict[str, Callable[[JobSpec, Any, Any], tuple[Any, Any, int | None]]] = {
-    "python_source": blocks,
-    "python_packages": fragments,
+    "python_source": build_block_datasets,
+    "python_packages": build_fragment_datasets,
 }
-COLLATES: dict[str, Callable[[list[Any]], Any]] = {"python_packages": padded}
+COLLATES: dict[str, Callable[[list[Any]], Any]] = {"python_packages": collate_padded}
 """What makes batches of samples that torch's own function would not stack."""
 
 
 def _refuse_transforms(spec: JobSpec) -> None:
-    for key, given in (("train", spec.transforms.train), ("eval", spec.transforms.eval)):
-        if given not in ([], ["ToTensor"]):
+    for key, transforms in (("train", spec.transforms.train), ("eval", spec.transforms.eval)):
+        if transforms not in ([], ["ToTensor"]):
             raise SpecError(f"transforms.{key}: dataset {spec.dataset.name} is text, which takes no transform")
 
 
-def _positive(values: Any) -> Any:
+def _require_positive(values: Any) -> Any:
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or value < 2:
             raise SpecError(f"dataset.args: length, size and classes are integers from 2 on, got {value!r}")
     return values
 
 
-def _files() -> list[tuple[str, bytes]]:
+def _source_files() -> list[tuple[str, bytes]]:
     """Return name and text of each file of the library, in an order of no meaning that is the same everywhere."""
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
-    kept = [name for name in names if not set(name.split("/")[:-1]) & set(LEFT_OUT)]
-    if not kept:
+    included = [name for name in names if not set(name.split("/")[:-1]) & set(EXCLUDED_FOLDERS)]
+    if not included:
         raise SpecError(
             f"there is no source text of Python's standard library in {root}",
             "run the jobs in a Python that has it, or take a dataset of your own",
         )
-    kept.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    texts = ((name, (root / name).read_bytes()[:MOST_OF_A_FILE]) for name in kept)
+    included.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    texts = ((name, (root / name).read_bytes()[:MAX_FILE_BYTES]) for name in included)
     return [(name, text.replace(b"\0", b" ")) for name, text in texts if text.strip()]
 
 
-def _taken(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
+def _take_bytes(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
     """Return the first files, until they hold so many bytes; of each a fifth of that at most, so that there are several."""
-    found: list[bytes] = []
-    left = size
+    chunks: list[bytes] = []
+    remaining = size
     for _, text in files:
-        if left > 0:
-            found.append(text[: min(left, max(1, size // 5))])
-            left -= len(found[-1])
-    return found
+        if remaining > 0:
+            chunks.append(text[: min(remaining, max(1, size // 5))])
+            remaining -= len(chunks[-1])
+    return chunks
 
 
-def _parted(files: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+def _hold_out_files(files: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
     """Return the files to hold out, about such a share of the bytes and at least one, and the others, at least one."""
-    wanted, held, count = fraction * sum(map(len, files)), 0, 0
-    while count < len(files) - 1 and (not count or held + len(files[count]) / 2 <= wanted):
-        held += len(files[count])
+    wanted_bytes, held_out_bytes, count = fraction * sum(map(len, files)), 0, 0
+    while count < len(files) - 1 and (not count or held_out_bytes + len(files[count]) / 2 <= wanted_bytes):
+        held_out_bytes += len(files[count])
         count += 1
     return list(files[:count]), list(files[count:])
 
 
-def _joined(files: Sequence[bytes]) -> Text:
+def _join_bytes(files: Sequence[bytes]) -> Text:
     return np.frombuffer(b"".join(files), dtype=np.uint8)
 
 
-def _fragments(text: bytes, length: int) -> list[bytes]:
+def _split_lines(text: bytes, length: int) -> list[bytes]:
     """Cut text where lines end into parts of at most so many bytes; a line that is longer is cut, blank parts are left out."""
-    made, current = [], b""
+    fragments, current = [], b""
     for line in text.splitlines(keepends=True):
         if current and len(current) + len(line) > length:
-            made.append(current)
+            fragments.append(current)
             current = b""
         current += line
         while len(current) > length:
-            made.append(current[:length])
+            fragments.append(current[:length])
             current = current[length:]
-    return [part for part in (*made, current) if part.strip()]
+    return [fragment for fragment in (*fragments, current) if fragment.strip()]

@@ -12,11 +12,11 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
 from tula_cli.optim.parts.reduction import listen
-from tula_cli.worker.build.batches.tree import cut
+from tula_cli.worker.build.batches.tree import slice_batch
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Step, Trainer
-from tula_cli.worker.train.watching.gradient_noise import gradient, squared_norm
+from tula_cli.worker.train.watching.gradient_noise import compute_gradient, squared_norm
 
 
 @dataclass
@@ -46,8 +46,8 @@ class GradientNormRecorder:
         if not self.watching:
             return None
         gradient = bucket.buffer()
-        self.local.append(_norm(gradient))
-        return lambda: self.reduced.append(_norm(gradient))
+        self.local.append(_squared_bucket_norm(gradient))
+        return lambda: self.reduced.append(_squared_bucket_norm(gradient))
 
     def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
         """Pass the steps on, and keep the norms of each."""
@@ -66,34 +66,36 @@ class GradientNormRecorder:
 
     def pairs(self) -> list[Pair]:
         """Return what was seen, the local norms as means over all ranks, which all take part."""
-        seen = torch.stack(self.steps).double().cpu()
-        small = self.ranks.sum(seen[:, 0].tolist())
-        return [(total / self.ranks.world, big) for total, big in zip(small, seen[:, 1].tolist(), strict=True)]
+        norms = torch.stack(self.steps).double().cpu()
+        small = self.ranks.sum(norms[:, 0].tolist())
+        return [(total / self.ranks.world, big) for total, big in zip(small, norms[:, 1].tolist(), strict=True)]
 
 
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
+def _squared_bucket_norm(gradient: torch.Tensor) -> torch.Tensor:
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return norm
 
 
-def halves(trainer: Trainer) -> Pair:
+def half_batch_norms(trainer: Trainer) -> Pair:
     """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean.
 
     Of a model in shares they are those of the halves of all ranks' micro-batches together; every rank takes part.
     """
     assert trainer.last_batch is not None
     samples, half = trainer.micro_batch, trainer.micro_batch // 2
-    own = trainer.datasets.collate is not None
-    first, second = (
-        gradient(trainer, cut(trainer.last_batch, samples=samples, start=at, stop=at + half, own=own))
+    has_user_collate = trainer.datasets.collate is not None
+    first_half, second = (
+        compute_gradient(
+            trainer, slice_batch(trainer.last_batch, samples=samples, start=at, stop=at + half, own=has_user_collate)
+        )
         for at in (0, half)
     )
-    squares = [squared_norm(trainer, found) for found in (first, second)]
-    for parameter, part in second.items():
-        first[parameter] = first[parameter].add_(part) if parameter in first else part
-    return sum(squares) / 2, squared_norm(trainer, first) / 4
+    squares = [squared_norm(trainer, gradients) for gradients in (first_half, second)]
+    for parameter, gradient in second.items():
+        first_half[parameter] = first_half[parameter].add_(gradient) if parameter in first_half else gradient
+    return sum(squares) / 2, squared_norm(trainer, first_half) / 4
 
 
-def halves_take(trainer: Trainer) -> int:
+def half_batch_bytes(trainer: Trainer) -> int:
     """Return the bytes of a GPU that `halves` takes beside the training: two gradients of float32."""
     return sum(8 * parameter.numel() for parameter in trainer.parallel.parameters() if parameter.requires_grad)

@@ -12,7 +12,7 @@ from tula_cli.errors import JobFailed, SpecError
 from tula_cli.plugins import load
 from tula_cli.spec.sections import Train
 from tula_cli.worker.build.batches.calling import takes_batch
-from tula_cli.worker.build.construct import construct
+from tula_cli.worker.build.construct import call_with_arguments
 from tula_cli.worker.ranks import Ranks
 
 STATEFUL = ("update", "compute", "reset")
@@ -24,15 +24,15 @@ def build_metrics(section: Train) -> dict[str, Any]:
     Raises:
         SpecError: it cannot be imported or built, or is neither.
     """
-    return {name: _built(name, entry) for name, entry in section.metrics.items()}
+    return {name: _build_metric(name, entry) for name, entry in section.metrics.items()}
 
 
-def _built(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Any:
+def _build_metric(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Any:
     path = f"train.metrics.{name}"
     imported, args = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
     target = load(imported, {}, kind="metric")
     if isinstance(target, type):
-        target = construct(target, args, path=path, name=imported)
+        target = call_with_arguments(target, args, path=path, name=imported)
     elif args:
         raise SpecError(f"{path}: {imported} is no class, and only those are built with arguments", "leave them out")
     if not is_stateful(target) and not callable(target):
@@ -48,27 +48,27 @@ def is_stateful(metric: Any) -> bool:
     return all(callable(getattr(metric, name, None)) for name in STATEFUL)
 
 
-def syncs(metric: Any) -> bool:
+def synchronizes_itself(metric: Any) -> bool:
     """Return whether a metric puts what all ranks have seen together by itself."""
     return callable(getattr(metric, "sync", None))
 
 
-def merges(metric: Any) -> bool:
+def can_merge_states(metric: Any) -> bool:
     """Return whether a metric takes in the states of others."""
     return callable(getattr(metric, "merge_state", None))
 
 
-def told(section: Train) -> list[str]:
-    """Return what metrics over several ranks cost that can be put together in neither way."""
+def warn_gathered_metrics(section: Train) -> list[str]:
+    """Warn about metrics whose batches of all ranks must be gathered on rank 0."""
     return [
         f"train.metrics.{name} has neither sync nor merge_state: each batch of an evaluation is sent to the first GPU for it, with"
         f" {'its inputs' if takes_batch(metric.update) else 'scores and targets alone'}"
         for name, metric in build_metrics(section).items()
-        if is_stateful(metric) and not syncs(metric) and not merges(metric)
+        if is_stateful(metric) and not synchronizes_itself(metric) and not can_merge_states(metric)
     ]
 
 
-class OwnMetrics:
+class UserMetrics:
     """The metrics of one evaluation; every rank calls the same, in the same order.
 
     A callable's value is the mean of what it returns for each batch, weighted by samples. An object that communicates by
@@ -91,68 +91,68 @@ class OwnMetrics:
         self.sums = {name: [0.0, 0.0] for name in self.metrics}
         for name, metric in self.metrics.items():
             if is_stateful(metric):
-                self._asked(name, metric.reset)
+                self._call_metric(name, metric.reset)
 
-    def update(self, shown: "Shown | None") -> None:
+    def update(self, shown: "MetricInput | None") -> None:
         """Take a batch; None where this rank has none left while others have one."""
         for name, metric in self.metrics.items():
             if not is_stateful(metric):
                 if shown is not None:
-                    self._add(name, shown)
-            elif self._by_itself(metric) or merges(metric):
+                    self._add_batch_value(name, shown)
+            elif self._uses_own_batches(metric) or can_merge_states(metric):
                 if shown is not None:
-                    self._asked(name, metric.update, *shown.given(metric.update))
+                    self._call_metric(name, metric.update, *shown.arguments_for(metric.update))
             else:
-                for one in self._of_all(None if shown is None else shown.given(metric.update)):
-                    self._asked(name, metric.update, *one)
+                for arguments in self._gather_batches(None if shown is None else shown.arguments_for(metric.update)):
+                    self._call_metric(name, metric.update, *arguments)
 
-    def _by_itself(self, metric: Any) -> bool:
-        return self.ranks.world == 1 or syncs(metric)
+    def _uses_own_batches(self, metric: Any) -> bool:
+        return self.ranks.world == 1 or synchronizes_itself(metric)
 
-    def _add(self, name: str, shown: "Shown") -> None:
-        found = self._number(name, self._asked(name, self.metrics[name], shown.outputs, shown.batch))
-        self.sums[name][0] += found * shown.samples
+    def _add_batch_value(self, name: str, shown: "MetricInput") -> None:
+        value = self._number(name, self._call_metric(name, self.metrics[name], shown.outputs, shown.batch))
+        self.sums[name][0] += value * shown.samples
         self.sums[name][1] += shown.samples
 
-    def _of_all(self, given: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
+    def _gather_batches(self, arguments: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
         """Return what a metric is shown of each rank that has a batch, on rank 0; nothing on the others."""
-        here = None if given is None else tree_map(_on_cpu, given)
-        found: list[Any] | None = [None] * self.ranks.world if self.ranks.first else None
-        dist.gather_object(here, found, dst=0)
-        return [tree_map(self._placed, one) for one in found or () if one is not None]
+        local = None if arguments is None else tree_map(_on_cpu, arguments)
+        gathered: list[Any] | None = [None] * self.ranks.world if self.ranks.is_first else None
+        dist.gather_object(local, gathered, dst=0)
+        return [tree_map(self._to_device, entry) for entry in gathered or () if entry is not None]
 
-    def _placed(self, leaf: Any) -> Any:
+    def _to_device(self, leaf: Any) -> Any:
         return leaf.to(self.ranks.device) if isinstance(leaf, torch.Tensor) else leaf
 
     def compute(self) -> dict[str, float]:
         """Return each metric over all ranks, the same on all of them; nan where it is no finite number."""
-        found = {}
+        values = {}
         for name, metric in self.metrics.items():
             if not is_stateful(metric):
                 total, samples = self.ranks.sum(self.sums[name])
-                found[name] = total / samples if samples else math.nan
-            elif self._by_itself(metric):
-                found[name] = self._number(name, self._asked(name, metric.compute))
+                values[name] = total / samples if samples else math.nan
+            elif self._uses_own_batches(metric):
+                values[name] = self._number(name, self._call_metric(name, metric.compute))
             else:
-                if merges(metric):
-                    self._merge(name, metric)
-                own = self._number(name, self._asked(name, metric.compute)) if self.ranks.first else 0.0
-                found[name] = self.ranks.sum([own])[0]
-        return found
+                if can_merge_states(metric):
+                    self._merge_states(name, metric)
+                value = self._number(name, self._call_metric(name, metric.compute)) if self.ranks.is_first else 0.0
+                values[name] = self.ranks.sum([value])[0]
+        return values
 
-    def _merge(self, name: str, metric: Any) -> None:
+    def _merge_states(self, name: str, metric: Any) -> None:
         """Have rank 0's object take in the states of the others, which are sent once an evaluation."""
-        found: list[Any] = [None] * self.ranks.world
+        states: list[Any] = [None] * self.ranks.world
         placed = callable(getattr(metric, "to", None))
         if placed:
             metric.to("cpu")  # another rank's device is none of this one's
-        dist.gather_object(metric, found if self.ranks.first else None, dst=0)
-        if self.ranks.first:
-            self._asked(name, metric.merge_state, found[1:])
+        dist.gather_object(metric, states if self.ranks.is_first else None, dst=0)
+        if self.ranks.is_first:
+            self._call_metric(name, metric.merge_state, states[1:])
         if placed:
             metric.to(self.ranks.device)
 
-    def _asked(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    def _call_metric(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
         except Exception as error:  # whatever the user's code raises
@@ -168,7 +168,7 @@ class OwnMetrics:
             ) from error
 
 
-class Shown:
+class MetricInput:
     """What metrics are shown of a batch.
 
     Args:
@@ -183,7 +183,7 @@ class Shown:
         self.outputs, self.scores, self.target = outputs, scores, target
         self.batch, self.samples = batch, samples
 
-    def given(self, update: Callable[..., Any]) -> tuple[Any, ...]:
+    def arguments_for(self, update: Callable[..., Any]) -> tuple[Any, ...]:
         """Return what a metric's update is called with: scores and target, or outputs and batch where it says `batch`."""
         return (self.outputs, self.batch) if takes_batch(update) else (self.scores, self.target)
 

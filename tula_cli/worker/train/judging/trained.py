@@ -11,7 +11,7 @@ from tula_cli.run.records.results import Evaluated
 from tula_cli.run.records.tasks import EvaluateTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Dataset, Optimizer
-from tula_cli.worker.build.datasets import build_test
+from tula_cli.worker.build.datasets import build_test_dataset
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.ranks import Ranks
@@ -19,7 +19,7 @@ from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluator
 
 
-def evaluate(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets: Datasets) -> None:
+def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets: Datasets) -> None:
     """Evaluate the weights, and write what they come to; nothing is done where that is written already.
 
     Args:
@@ -33,51 +33,51 @@ def evaluate(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets: Datasets) 
         JobFailed: the checkpoint is gone.
     """
     training = run.training(task.signature)
-    if ranks.from_first(int(training.evaluation(task.key) is not None)):
+    if ranks.broadcast(int(training.evaluation(task.key) is not None)):
         return
-    samples = build_test(task.spec, datasets)
-    trainer = worker_train_loop.build(
-        task.model_copy(update={"spec": _without_training(task.spec)}),
+    samples = build_test_dataset(task.spec, datasets)
+    trainer = worker_train_loop.build_trainer(
+        task.model_copy(update={"spec": _without_training_state(task.spec)}),
         ranks,
         dataclasses.replace(datasets, eval=samples),
         batch=task.local_batch * ranks.world,
         workers=task.spec.train.workers,
         refresh=False,
     )
-    _load(task, trainer, ranks)
+    _load_weights(task, trainer, ranks)
     began = time.monotonic()
-    found = Evaluator(trainer).run()
-    if not ranks.first:
+    evaluation = Evaluator(trainer).evaluate()
+    if not ranks.is_first:
         return
     training.write_evaluation(
         Evaluated(
             **task.model_dump(include={"signature", "key", "weights", "path", "samples", "nodes", "local_batch"}),
             test=task.spec.dataset.test is not None,
-            dataset=_words(task.spec.dataset),
-            size=found.samples,
-            metrics={name: value for name, value in found.values.items() if math.isfinite(value)},
+            dataset=_describe_dataset(task.spec.dataset),
+            size=evaluation.samples,
+            metrics={name: value for name, value in evaluation.values.items() if math.isfinite(value)},
             seconds=time.monotonic() - began,
             evaluated_at=time.time(),
         )
     )
 
 
-def _without_training(spec: JobSpec) -> JobSpec:
+def _without_training_state(spec: JobSpec) -> JobSpec:
     """Return a job whose model is built as ever, and whose method and optimizer hold nothing: no step is taken."""
     plain = {"method": "lbt", "lr_scaling": "auto", "accumulate": 1, "ghost_batch": None, "compile": False}
     train = spec.train.model_copy(update={**plain, "activation_checkpointing": False})
     return spec.model_copy(update={"train": train, "optimizer": Optimizer(name="SGD", lr=1.0)})
 
 
-def _load(task: EvaluateTask, trainer: worker_train_loop.Trainer, ranks: Ranks) -> None:
+def _load_weights(task: EvaluateTask, trainer: worker_train_loop.Trainer, ranks: Ranks) -> None:
     if task.samples is not None and not Path(task.path).exists():
         raise JobFailed(
             f"the checkpoint {task.path} is gone: the training has saved others since", "run the same command again"
         )
     section = task.spec.model.model_copy(update={"weights": task.path, "strict": True})
-    initial_weights.load(section, trainer.parallel.module, first=ranks.first, key="--weights")
+    initial_weights.load_weights(section, trainer.parallel.module, first=ranks.is_first, key="--weights")
 
 
-def _words(dataset: Dataset) -> str:
-    found = dataset if dataset.test is None else dataset.tested
-    return found.name if ":" in found.name else f"{found.name} in {found.root}"
+def _describe_dataset(dataset: Dataset) -> str:
+    name = dataset if dataset.test is None else dataset.tested
+    return name.name if ":" in name.name else f"{name.name} in {name.root}"

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from tula_cli.run.records.tasks import TrainTask
     from tula_cli.worker.train.loop import Step
 
-LEAST = 600.0
+MIN_LIMIT = 600.0
 """The fewest seconds after which a step hangs: a script's too are taken for stuck then."""
-STEPS = 20
+LIMIT_IN_STEPS = 20
 """The same in steps, of their median."""
-TICK = 1.0  # seconds
-NEWEST = 101  # steps that the median is of
+POLL_SECONDS = 1.0  # seconds
+MEDIAN_STEPS = 101  # steps that the median is of
 _STACK = 512 * 2**10  # bytes of its thread: the usual 8 MiB count as memory of the job where that is limited
 _WAITS_IN = ("_engine_run_backward", "synchronize")  # the reducer of DDP, and a device's queue
 
@@ -58,11 +58,11 @@ class HangWatch:
     rank: int
     world: int
     end: Callable[[int], object] = os._exit
-    _took: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))  # seconds
+    _took: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS))  # seconds
     _step: int | None = None  # the one under way; None between two
     _over: threading.Event = field(default_factory=threading.Event)
 
-    def watched(self, steps: Iterator["Step"]) -> Iterator["Step"]:
+    def watch_steps(self, steps: Iterator["Step"]) -> Iterator["Step"]:
         """Yield the steps; what their caller does between two of them (evaluate, save) may take any time."""
         thread = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="hang-watch", daemon=True)
         usual = threading.stack_size(_STACK)
@@ -84,27 +84,29 @@ class HangWatch:
     @property
     def limit(self) -> float:
         """Seconds that a step may take; without end for the first."""
-        return max(LEAST, STEPS * statistics.median(self._took)) if self._took else float("inf")
+        return max(MIN_LIMIT, LIMIT_IN_STEPS * statistics.median(self._took)) if self._took else float("inf")
 
     def _watch(self, main: int) -> None:
-        seen, silent = None, 0.0
-        while not self._over.wait(TICK):
+        last_step, silent = None, 0.0
+        while not self._over.wait(POLL_SECONDS):
             step = self._step
             # Ticks are counted, not the clock: what passes while a job is suspended is a tick.
-            silent = silent + TICK if step is not None and step == seen else 0.0
-            seen = step
+            silent = silent + POLL_SECONDS if step is not None and step == last_step else 0.0
+            last_step = step
             if step is None or silent < self.limit:
                 continue
             frame = sys._current_frames().get(main)
-            if frame is not None and not (self.world > 1 and waits_for_others(frame)) and self._step == step:
-                self._tell(frame, silent)
+            if frame is not None and not (self.world > 1 and is_waiting_for_peers(frame)) and self._step == step:
+                self._report_hang(frame, silent)
                 self.end(1)
 
-    def _tell(self, frame: FrameType, silent: float) -> None:
+    def _report_hang(self, frame: FrameType, silent: float) -> None:
         """Write where it hangs into the log, all threads of it, and the failure for the supervisor."""
-        place = telling_place(frame)
-        told = f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {place}"
-        detail = f"rank {self.rank} hangs: {told}\n{_stacks()}"
+        position = describe_position(frame)
+        message = (
+            f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {position}"
+        )
+        detail = f"rank {self.rank} hangs: {message}\n{_stacks()}"
         tag = words.tag(self.rank)
         # Past Python's own stream, which the thread that hangs may have locked.
         os.write(2, "".join(f"{tag}{line}\n" for line in detail.splitlines()).encode())
@@ -116,26 +118,30 @@ class HangWatch:
                 host=node_name(),
                 pid=os.getpid(),
                 outcome="hung",
-                message=told,
+                message=message,
                 detail=detail,
                 failed_at=time.time(),
             )
         )
 
 
-def waits_for_others(frame: FrameType) -> bool:
+def is_waiting_for_peers(frame: FrameType) -> bool:
     """Return whether the innermost frame of a thread waits for other ranks, or for a device that may."""
     code = frame.f_code
     module = str(frame.f_globals.get("__name__", ""))
     return code.co_name in _WAITS_IN or module.startswith("torch.distributed") or module == "tula_cli.worker.ranks"
 
 
-def telling_place(frame: FrameType) -> str:
+def describe_position(frame: FrameType) -> str:
     """Return where a thread stands in words: the innermost line that is neither Python's own nor a library's."""
     frames = traceback.extract_stack(frame)
-    own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(_PYTHON)]
-    last = (own or list(frames))[-1]
-    return f"in {last.name}, {last.filename} line {last.lineno}"
+    user_frames = [
+        frame_summary
+        for frame_summary in frames
+        if "site-packages" not in frame_summary.filename and not frame_summary.filename.startswith(_PYTHON)
+    ]
+    innermost = (user_frames or list(frames))[-1]
+    return f"in {innermost.name}, {innermost.filename} line {innermost.lineno}"
 
 
 _PYTHON = (os.path.dirname(os.__file__), "<")  # noqa: PTH120 - once, at the import of every rank

@@ -9,7 +9,7 @@ stands there, so that a training that was interrupted is the same, bit for bit, 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tula_cli.models.ramp.by_noise import decided, next_stage, put_off
+from tula_cli.models.ramp.by_noise import apply_decisions, decide_stage, next_stage
 from tula_cli.models.ramp.stages import noise_factor
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Stage
@@ -18,7 +18,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.parts.of_train import GradientNoise
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.loop import Trainer
-from tula_cli.worker.train.sizes.dividing import ramp_by
+from tula_cli.worker.train.sizes.dividing import ramp_from_stages
 from tula_cli.worker.train.training_log import TrainingLog
 from tula_cli.worker.train.watching import gradient_noise
 
@@ -38,16 +38,16 @@ class StageControl:
     def __init__(self, run: RunDir, task: TrainTask, trainer: Trainer) -> None:
         self.files, self.task, self.trainer = run.training(task.signature), task, trainer
         self.acts = task.spec.train.stages == "noise" and len(task.stages) > 1
-        self.known = self._read() if self.acts else []
+        self.known = self._read_decisions() if self.acts else []
         self.taken: list[StageDecision] = []  # of these, in effect
 
-    def _read(self) -> list[StageDecision]:
+    def _read_decisions(self) -> list[StageDecision]:
         """Return what rank 0 reads of earlier starts, on every rank."""
         ranks = self.trainer.ranks
-        lines = [row.model_dump_json() for row in self.files.stage_decisions()] if ranks.first else []
+        lines = [row.model_dump_json() for row in self.files.stage_decisions()] if ranks.is_first else []
         return [StageDecision.model_validate_json(line) for line in ranks.gather("\n".join(lines))[0].splitlines()]
 
-    def resume(self, position: Position, *, owed: bool) -> None:
+    def resume(self, position: Position, *, needs_evaluation: bool) -> None:
         """Take the decisions that were in effect at a checkpoint; called before its state is restored.
 
         Args:
@@ -55,7 +55,7 @@ class StageControl:
             owed: the epoch that ends there is not evaluated yet, nor its decision taken.
         """
         passed = position.epoch * self._size + position.done
-        self._take([found for found in self.known if found.passed < passed + (not owed)])
+        self._apply([decision for decision in self.known if decision.passed < passed + (not needs_evaluation)])
 
     @property
     def _size(self) -> int:
@@ -68,23 +68,23 @@ class StageControl:
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages up to the one of the training's own batch, as decisions have left them."""
-        found = put_off(self.task.stages, self.taken, total=self._total, size=self._size)
-        below = sum(stage.batch < self.trainer.sizes.batch for stage in found)
-        return found[: below + 1]
+        stages = apply_decisions(self.task.stages, self.taken, total=self._total, size=self._size)
+        below = sum(stage.batch < self.trainer.sizes.batch for stage in stages)
+        return stages[: below + 1]
 
-    def _take(self, decisions: list[StageDecision]) -> None:
+    def _apply(self, decisions: list[StageDecision]) -> None:
         self.taken += decisions
         if decisions:
-            self.trainer.follow(ramp_by(self.task, self.stages, self.trainer.ranks.world, self._size))
+            self.trainer.use_ramp(ramp_from_stages(self.task, self.stages, self.trainer.ranks.world, self._size))
 
     # --- at the end of an epoch
 
-    def look(self, log: TrainingLog, *, between: Callable[[], None]) -> None:
+    def measure_and_decide(self, log: TrainingLog, *, between: Callable[[], None]) -> None:
         """Write a row with the gradient noise scale, where that is due, and decide by it; every rank takes part."""
-        found = self.measure(between)
-        if found is not None:
-            log.add("noise", batch=self.trainer.batch, **found)
-            log.tell_decision(self.decide(found))
+        noise = self.measure(between)
+        if noise is not None:
+            log.add("noise", batch=self.trainer.batch, **noise)
+            log.log_stage_decision(self.decide(noise))
 
     def measure(self, between: Callable[[], None]) -> dict[str, Any] | None:
         """Return a row of the noise where the job asks for one now, or a stage is to come; every rank takes part."""
@@ -93,43 +93,45 @@ class StageControl:
         if settings is None or trainer.position.epoch % settings.every:
             return None
         if train.gradient_noise:
-            return gradient_noise.measure(trainer, batches=settings.batches, between=between)
-        if self._coming(settings) is None:
+            return gradient_noise.measure_gradient_noise(trainer, batches=settings.batches, between=between)
+        if self._next_stage(settings) is None:
             return None
         some = round(SHARE * self._size / (trainer.micro_batch * trainer.ranks.world))
-        return gradient_noise.measure(trainer, batches=min(settings.batches, max(FEWEST, some)), between=between)
+        return gradient_noise.measure_gradient_noise(
+            trainer, batches=min(settings.batches, max(FEWEST, some)), between=between
+        )
 
-    def _coming(self, settings: GradientNoise) -> Stage | None:
+    def _next_stage(self, settings: GradientNoise) -> Stage | None:
         """Return the stage that begins before the next measurement; None where none does."""
-        passed = self.trainer.passed
-        return next_stage(self.stages, passed=passed, until=passed + settings.every * self._size) if self.acts else None
+        passed = self.trainer.samples_passed
+        return next_stage(self.stages, passed=passed, end=passed + settings.every * self._size) if self.acts else None
 
-    def decide(self, found: Mapping[str, Any]) -> StageDecision | None:
+    def decide(self, noise: Mapping[str, Any]) -> StageDecision | None:
         """Decide of the coming stage by a row of the noise, the same on every rank; None where none is to come."""
         settings = self.task.spec.train.noise_measured
-        stage = None if settings is None else self._coming(settings)
+        stage = None if settings is None else self._next_stage(settings)
         if settings is None or stage is None:
             return None
-        row = self._kept(stage, found, every=settings.every) if self.trainer.ranks.first else None
+        row = self._load_or_decide(stage, noise, interval=settings.every) if self.trainer.ranks.is_first else None
         text = self.trainer.ranks.gather("" if row is None else row.model_dump_json())[0]
         row = StageDecision.model_validate_json(text)
-        self._take([row])
+        self._apply([row])
         return row
 
-    def _kept(self, stage: Stage, found: Mapping[str, Any], *, every: int) -> StageDecision:
+    def _load_or_decide(self, stage: Stage, noise: Mapping[str, Any], *, interval: int) -> StageDecision:
         """Return what was decided here before, or else is now, which is written down first of all. Rank 0 alone."""
-        passed = self.trainer.passed
+        passed = self.trainer.samples_passed
         for row in self.known:
             if row.passed == passed and row.batch == stage.batch:
                 return row
-        row = decided(
+        row = decide_stage(
             stage,
-            noise={name: found[name] for name in ("scale", "low", "high") if name in found},
+            noise={name: noise[name] for name in ("scale", "low", "high") if name in noise},
             factor=noise_factor(self.task.spec),
             reference=self.task.spec.train.reference_batch,
             passed=passed,
             size=self._size,
-            every=every,
+            interval=interval,
             total=self._total,
         )
         self.known.append(row)

@@ -6,11 +6,11 @@ sides of it; those beyond the checkpoint that a training resumes from are droppe
 
 from collections.abc import Sequence
 
-from tula_cli.run.files import open_to_add, write_atomic
-from tula_cli.run.series.step_series import MOST_ROWS, StepRow, thinned, written
+from tula_cli.run.files import open_to_append, write_atomic
+from tula_cli.run.series.step_series import MOST_ROWS, StepRow, format_rows, join_neighbours
 from tula_cli.run.training_run import TrainingRun
 
-A_LINE = 32
+ROWS_PER_LINE = 32
 """Rows that are written at once, so that what a line begins with is little beside them."""
 
 
@@ -37,9 +37,9 @@ class StepFile:
         rows = [row for row in self.training.step_rows() if row.samples <= samples]
         widest = max((row.steps for row in rows), default=1)
         self.width = 2 ** (widest - 1).bit_length()
-        self.held, self.open, known = [], [], [row for row in rows if row.last is not None]
+        self.held, self.open, complete = [], [], [row for row in rows if row.last is not None]
         # What GradScaler has skipped has no norm, and no part in the change of the next.
-        self.last = known[-1]._replace(samples=rows[-1].samples) if known else None
+        self.last = complete[-1]._replace(samples=rows[-1].samples) if complete else None
         self._rewrite(rows)
 
     def add(self, steps: Sequence[StepRow], *, close: bool) -> None:
@@ -50,38 +50,38 @@ class StepFile:
             close: write them all, the last row although it is not full.
         """
         for step in steps:
-            self.held += self._next(step)
+            self.held += self._add_to_open_row(step)
         if close and self.open:
             self.held.append(self.open.pop())
-        if not self.held or (len(self.held) < A_LINE and not close):
+        if not self.held or (len(self.held) < ROWS_PER_LINE and not close):
             return
         rows, self.held = self.held, []
-        with open_to_add(self.training.steps_path) as file:
-            file.write(written(rows).encode())
+        with open_to_append(self.training.steps_path) as file:
+            file.write(format_rows(rows).encode())
         self.count += len(rows)
         if self.count > self.most:
-            self._thin()
+            self._join_neighbours()
 
-    def _next(self, step: StepRow) -> list[StepRow]:
+    def _add_to_open_row(self, step: StepRow) -> list[StepRow]:
         """Add a step to the open row; return the rows that are full by that."""
         full: list[StepRow] = []
         if self.open and not step.follows(self.open[0]):
             full.append(self.open.pop())
-        self.open = [self.open[0].joined(step) if self.open else step]
+        self.open = [self.open[0].join(step) if self.open else step]
         if self.open[0].steps >= self.width:
             full.append(self.open.pop())
         return full
 
-    def _thin(self) -> None:
+    def _join_neighbours(self) -> None:
         """Join neighbours, but none that a checkpoint stands between: a training may resume from that."""
         marks = sorted(int(path.stem) for path in self.training.checkpoints())
 
-        def apart(before: int, after: int) -> bool:
-            return any(before <= mark < after for mark in marks)
+        def apart(first: int, after: int) -> bool:
+            return any(first <= mark < after for mark in marks)
 
         self.width *= 2
-        self._rewrite(thinned(self.training.step_rows(), most=self.width, apart=apart))
+        self._rewrite(join_neighbours(self.training.step_rows(), most=self.width, must_stay_apart=apart))
 
     def _rewrite(self, rows: Sequence[StepRow]) -> None:
-        write_atomic(self.training.steps_path, written(rows))
+        write_atomic(self.training.steps_path, format_rows(rows))
         self.count = len(rows)

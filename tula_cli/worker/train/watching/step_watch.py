@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.models.time.changes.levels import Level, Levels, Look
-from tula_cli.models.time.noise import centre
+from tula_cli.models.time.changes.levels import Level, LevelDetector, StepSample
+from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.records.results import StepParts
 from tula_cli.worker.train.loop import Step, Trainer
-from tula_cli.worker.train.watching.sync_spy import SyncSpy
+from tula_cli.worker.train.watching.sync_spy import SynchronisationTimer
 
-SAMPLED = 3
+SAMPLED_STEPS = 3
 """Steps after each look in which the synchronisation is timed."""
 
 
@@ -29,76 +29,76 @@ class StepWatch:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.levels = Levels()
+        self.levels = LevelDetector()
         self.steps: list[Step] = []  # since the last look
         self.newest: StepParts | None = None
-        self._begin()
+        self._start_sampling()
 
     @property
-    def told_apart(self) -> bool:
+    def can_separate_parts(self) -> bool:
         """Whether computing and synchronisation can be told apart; compiled steps would be compiled anew for that."""
         return isinstance(self.trainer.parallel, DistributedDataParallel) and not self.trainer.spec.train.compile
 
-    def _begin(self) -> None:
+    def _start_sampling(self) -> None:
         """Begin a look at the trainer's position."""
         trainer = self.trainer
         self.steps, self.began = [], (trainer.position.samples, trainer.epoch, time.time())
-        self.spy = SyncSpy(trainer.clock, trainer.parallel)
-        self.watching = self.told_apart and trainer.ranks.world > 1 and not trainer.local_sgd
+        self.spy = SynchronisationTimer(trainer.clock, trainer.parallel)
+        self.watching = self.can_separate_parts and trainer.ranks.world > 1 and not trainer.local_sgd
         if self.watching:
             self.spy.__enter__()
             trainer.on_backward = self.spy.reduced
 
-    def _end(self) -> None:
+    def _stop_sampling(self) -> None:
         """Take the hooks off again."""
         if self.watching:
             self.watching = False
             self.spy.__exit__()
             self.trainer.on_backward = None
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forget the steps so far: those to come have another batch, and take another time for that."""
-        self._end()
-        self.levels, self.newest = Levels(), None
-        self._begin()
+        self._stop_sampling()
+        self.levels, self.newest = LevelDetector(), None
+        self._start_sampling()
 
-    def follow(self, step: Step) -> None:
+    def record_step(self, step: Step) -> None:
         """Take the step that has just been made."""
         self.steps.append(step)
-        if len(self.steps) == SAMPLED:
-            self._end()
+        if len(self.steps) == SAMPLED_STEPS:
+            self._stop_sampling()
 
-    def look(self) -> Level | None:
+    def judge_steps(self) -> Level | None:
         """Judge the steps since the last look; return a change of level, on rank 0 alone.
 
         Every rank takes part, after the same step.
         """
-        self._end()
+        self._stop_sampling()
         steps, spy, (passed, epoch, at) = self.steps, self.spy, self.began
         local = self.trainer.local_sgd  # each rank's own steps: of another kind than those before
-        parts = None if local else self._parts(steps, spy)
-        self._begin()
-        if parts is None or not self.trainer.ranks.first:
+        step_parts = None if local else self._slowest_parts(steps, spy)
+        self._start_sampling()
+        if step_parts is None or not self.trainer.ranks.is_first:
             return None
-        self.newest = parts
-        return self.levels.add(Look(passed, epoch, at, parts))
+        self.newest = step_parts
+        return self.levels.add(StepSample(passed, epoch, at, step_parts))
 
-    def _parts(self, steps: Sequence[Step], spy: SyncSpy) -> StepParts | None:
+    def _slowest_parts(self, steps: Sequence[Step], spy: SynchronisationTimer) -> StepParts | None:
         """Return what a step takes on the slowest rank; None where all of them did more than steps do."""
         plain = [step for step in steps if not step.refreshed]
         if not plain:
             return None
         seconds = self.trainer.clock.seconds
-        step_time = centre([seconds(step.start, step.end) for step in plain])
-        data = centre([seconds(step.start, step.loaded) for step in plain])
-        if not self.told_apart:
-            (data,) = self.trainer.ranks.maxima([data])
+        step_time = trimmed_mean([seconds(step.start, step.end) for step in plain])
+        data = trimmed_mean([seconds(step.start, step.loaded) for step in plain])
+        if not self.can_separate_parts:
+            (data,) = self.trainer.ranks.elementwise_max([data])
             return StepParts(step=step_time, data=data, compute=None, sync=None)
         if self.trainer.ranks.world == 1:
             return StepParts(step=step_time, data=data, compute=step_time - data, sync=0.0)
-        seen = list(zip(steps, spy.seconds(), strict=False))
-        known = [pair for pair in seen if not pair[0].refreshed] or seen
-        sync = statistics.median(exposed for _, exposed in known)
-        compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in known)
-        data, compute, least = self.trainer.ranks.maxima([data, compute, -sync])
+        pairs = list(zip(steps, spy.seconds(), strict=False))
+        plain_pairs = [pair for pair in pairs if not pair[0].refreshed] or pairs
+        sync = statistics.median(exposed for _, exposed in plain_pairs)
+        compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in plain_pairs)
+        data, compute, least = self.trainer.ranks.elementwise_max([data, compute, -sync])
         return StepParts(step=step_time, data=data, compute=compute, sync=-least)

@@ -10,7 +10,7 @@ from tula_cli.worker.device import Clock, Mark
 
 
 @dataclass
-class SyncSpy:
+class SynchronisationTimer:
     """Times the exposed synchronisation of backward passes: last local gradient to the end of the reduction.
 
     A hook on each parameter fires when its local gradient is there, before DDP reduces it; the last one to fire ends the
@@ -22,7 +22,7 @@ class SyncSpy:
     last: Mark | None = None
     exposed: list[tuple[Mark, Mark]] = field(default_factory=list)
 
-    def __enter__(self) -> "SyncSpy":
+    def __enter__(self) -> "SynchronisationTimer":
         self._handles = [p.register_hook(self._gradient_ready) for p in self.model.parameters() if p.requires_grad]
         return self
 

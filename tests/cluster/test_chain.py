@@ -98,8 +98,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
     monkeypatch.setattr(scheduler, "end_outcome", found.ended_how)
     monkeypatch.setattr(scheduler, "cancel_jobs", found.cancel)
-    for order in ("delay", "end_delay", "exclude", "hold", "release", "ask"):
-        monkeypatch.setattr(scheduler, order, getattr(found, order))
+    for order, name in (
+        ("delay", "delay"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
+        ("hold", "hold_jobs"), ("release", "release_jobs"), ("ask", "ask_states"),
+    ):  # fmt: skip
+        monkeypatch.setattr(scheduler, name, getattr(found, order))
     monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
     monkeypatch.setattr(cluster_supervise, "FIRST_PAUSE", 0.0)

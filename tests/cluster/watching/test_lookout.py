@@ -93,7 +93,13 @@ def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in
 def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("MAX_PACE", 0.0), ("POLL", 0.0), ("ALONE", (0.0, 0.0)), ("SILENCE", 0.2), ("ECHOES", ())):
+    for name, value in (
+        ("MAX_PACE", 0.0),
+        ("POLL", 0.0),
+        ("STAT_WITHOUT_PEER", (0.0, 0.0)),
+        ("MAX_SILENCE", 0.2),
+        ("READS_AFTER_NEWS", ()),
+    ):
         monkeypatch.setattr(lookouts, name, value)
     monkeypatch.setattr(lookouts, "READ_WITHOUT_NEWS", (600.0, 600.0))
     run = RunDir.create(tmp_path, make_runs.spec())

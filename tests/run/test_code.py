@@ -531,7 +531,7 @@ ENTER = """
 import importlib.util, json, multiprocessing, sys
 from pathlib import Path
 from tula_cli.run.directory import RunDir
-from tula_cli.worker.__main__ import enter
+from tula_cli.worker.__main__ import enter_job_folder
 from tula_cli.plugins import load
 
 def look(queue):
@@ -540,7 +540,7 @@ def look(queue):
 
 if __name__ == "__main__":
     run = RunDir(Path(sys.argv[1]))
-    enter(run.task(sys.argv[2]), run)
+    enter_job_folder(run.task(sys.argv[2]), run)
     answer = {"model": load("mine:VALUE", {}, kind="model"), "cwd": str(Path.cwd())}
     answer["far"] = importlib.util.find_spec("far") is not None
     answer["data"] = Path("data/x.txt").read_text()

@@ -1057,13 +1057,25 @@ def test_check_estimates_the_memory_by_what_the_run_of_the_job_has_measured(clus
     assert "corrected" not in tula("check", "job.yaml", "--memory", "1GiB", "--run-dir", "elsewhere").out
 
 
-@pytest.mark.parametrize("words", [(), ("job.yaml",), ("job.yaml", "--memory", "1GiB"), ("--help",)])
-def test_the_command_estimate_names_the_one_that_replaces_it(here, words):
-    refused = tula("estimate", *words)
+@pytest.mark.parametrize(
+    ("words", "replacement"),
+    [
+        (("estimate",), "tula check job.yaml --memory 32GiB"),
+        (("estimate", "job.yaml"), "tula check job.yaml --memory 32GiB"),
+        (("estimate", "job.yaml", "--memory", "1GiB"), "tula check job.yaml --memory 32GiB"),
+        (("estimate", "--help"), "tula check job.yaml --memory 32GiB"),
+        (("schema",), "tula init writes .tula/job.schema.json"),
+        (("schema", "site", "--out", "site.schema.json"), ".tula/site.schema.json beside the job file"),
+        (("schema", "--help"), "tula init"),
+    ],
+)
+def test_a_removed_command_names_what_replaces_it(here, words, replacement):
+    refused = tula(*words)
     assert (refused.code, refused.out) == (2, "")
-    assert "tula check job.yaml --memory 32GiB" in refused.err and "Traceback" not in refused.err
-    assert tula("estimate", *words, "--json").json["error"]["code"] == "spec"
-    assert "estimate" not in tula("--help").out
+    assert replacement in refused.err and "Traceback" not in refused.err
+    assert tula(*words, "--json").json["error"]["code"] == "spec"
+    assert f"\n  {words[0]} " not in tula("--help").out
+    assert not (here / "site.schema.json").exists()
 
 
 def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
@@ -1243,7 +1255,7 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
     assert where(lambda: space["call"](lambda: app._usage(None))) == ""
 
 
-@pytest.mark.parametrize("words", ["--help", "schema", "status", "status --json"])
+@pytest.mark.parametrize("words", ["--help", "status", "status --json"])
 def test_141_where_the_reader_leaves(here, words):
     RunDir.create(here / "tula-runs", make.spec())
     started = process(*words.split(), cwd=here)
@@ -1253,7 +1265,7 @@ def test_141_where_the_reader_leaves(here, words):
     started.stderr.close()
 
 
-@pytest.mark.parametrize("words", ["schema", "status", "status --json", "--version", "list --json"])
+@pytest.mark.parametrize("words", ["status", "status --json", "--version", "list --json"])
 def test_13_an_answer_on_a_full_disk(here, words):
     RunDir.create(here / "tula-runs", make.spec())
     with open("/dev/full", "w") as full:

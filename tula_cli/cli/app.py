@@ -13,7 +13,7 @@ import typer
 
 from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
-from tula_cli.cli.outputs import diff, export, run_report, schema
+from tula_cli.cli.outputs import diff, export, run_report
 from tula_cli.errors import DiskFull, SpecError, TulaError
 from tula_cli.run.storage.space import FULL
 from tula_cli.show.screen import Screen, spell_in_ascii
@@ -42,13 +42,15 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     status.logs: "tula logs --follow",
     status.cancel: "tula cancel digits-1f0c5b7e",
     diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
-    schema.schema: "tula schema site --out site.schema.json",
     export.export: "tula export --to mlflow --follow",
     clean.clean: "tula clean --older 30d --dry-run",
 }
 """The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""
-REPLACED: Mapping[str, str] = {"estimate": "tula check job.yaml --memory 32GiB"}
-"""Commands that there are no more, and what does the same."""
+REPLACED: Mapping[str, str] = {
+    "estimate": "type tula check job.yaml --memory 32GiB",
+    "schema": "tula init writes .tula/job.schema.json and .tula/site.schema.json beside the job file",
+}
+"""Commands that were removed, and what to use instead."""
 for _function, _example in WORKFLOW.items():
     register(app, _function, example=_example)
 
@@ -88,8 +90,8 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command; return its exit code. What is not the user's to mend is raised."""
     screen = screen or Screen()
     screen.expect(arguments)
-    if example := REPLACED.get(screen.command):
-        return _failed(screen, SpecError(f"there is no command {screen.command} any more", f"type {example}"))
+    if hint := REPLACED.get(screen.command):
+        return _failed(screen, SpecError(f"there is no command {screen.command} any more", hint))
     try:
         code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
     except TulaError as error:

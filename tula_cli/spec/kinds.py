@@ -170,7 +170,7 @@ def day(value: str) -> str:
         raise ValueError(f"{value!r} is not a day; write it like 2025-11-30") from None
 
 
-# What is read before its type is checked says itself how it may be written: `tula schema`.
+# What is read before its type is checked says itself how it may be written, for the JSON Schema.
 _WRITTEN_SIZE = {
     "anyOf": [
         {"type": "integer", "minimum": _LEAST_MEMORY},

@@ -1,28 +1,32 @@
-"""The schema as a file beside a job, and the line that leads an editor to it."""
+"""The schemas as files beside a job, and the line that leads an editor to the job's."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from quiet import quiet
 
+from tula_cli.cli import app
 from tula_cli.errors import CannotWrite, SpecError
-from tula_cli.services.new_job.for_editors import schema_comment, schema_text, with_schema, write_schema
+from tula_cli.services.new_job.for_editors import schema_path, with_schema, write_schema
+from tula_cli.show.screen import Screen
 from tula_cli.spec.schema.json_schema import json_schema
 
 
-def test_a_job_names_the_schema_that_lies_beside_it(tmp_path):
+def test_the_schemas_of_job_and_site_lie_beside_a_job_which_names_its_own(tmp_path):
     text = with_schema("name: x\n", tmp_path / "deep" / "job.yaml")
     first, rest = text.split("\n", 1)
     assert (first, rest) == ("# yaml-language-server: $schema=.tula/job.schema.json", "name: x\n")
-    beside = tmp_path / "deep" / first.partition("$schema=")[2]
-    assert json.loads(beside.read_text()) == json_schema("job")
+    for kind in ("job", "site"):
+        assert json.loads((tmp_path / "deep" / schema_path(kind)).read_text()) == json_schema(kind)
 
 
 def test_a_schema_is_renewed_and_nothing_else_is_replaced(tmp_path):
     schema, job = tmp_path / "s.json", tmp_path / "job.yaml"
     write_schema("site", schema)
     write_schema("job", schema)
-    assert schema.read_text() == schema_text("job")
+    assert json.loads(schema.read_text()) == json_schema("job")
     job.write_text("name: mine\n")
     for path in (job, tmp_path):
         with pytest.raises(SpecError, match="no schema that tula wrote"):
@@ -36,5 +40,17 @@ def test_what_cannot_be_written_is_told(tmp_path):
         with_schema("", tmp_path / "job.yaml")
 
 
-def test_an_absolute_path_stays_one():
-    assert schema_comment(Path("/etc/tula/s.json")) == "# yaml-language-server: $schema=/etc/tula/s.json"
+@pytest.mark.parametrize("words", [(), ("slurm",), ("--from-command", "train.py --batch-size 8 --epochs 3")])
+def test_init_writes_the_schemas_and_check_reads_past_the_line_that_names_one(words, tmp_path, monkeypatch):
+    quiet(monkeypatch, tmp_path)
+    monkeypatch.setattr("tula_cli.cluster.slurm.partitions.ask_site", lambda: None)
+
+    def tula(*words):
+        return app.run(words, screen=Screen(out=io.StringIO(), err=io.StringIO()))
+
+    assert tula("init", *words, "-o", "deep/new.yaml") == 0
+    first = Path("deep/new.yaml").read_text().partition("\n")[0]
+    assert first == "# yaml-language-server: $schema=.tula/job.schema.json"
+    assert json.loads(Path("deep", first.partition("=")[2]).read_text())["$id"] == "urn:tula:job"
+    assert json.loads(Path("deep/.tula/site.schema.json").read_text())["$id"] == "urn:tula:site"
+    assert tula("check", "deep/new.yaml", "--offline") == 0

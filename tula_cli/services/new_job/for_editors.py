@@ -1,37 +1,36 @@
-"""The schema of job.yaml and site.yaml as a file, and the line by which an editor finds it."""
+"""The JSON Schemas of job.yaml and site.yaml as files beside a job, and the line by which an editor finds them."""
 
 import json
 from pathlib import Path
+from typing import get_args
 
 from tula_cli.errors import SpecError
 from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 from tula_cli.spec.schema.json_schema import Kind, json_schema
 
-SCHEMA_PATH = Path(".tula", "job.schema.json")
+SCHEMA_FOLDER = ".tula"
 """Relative to the folder of the job: it is found without a network, from any machine, and hidden files are no part of the code
 that a run holds."""
 _TULA_SCHEMA = '"$id": "urn:tula:'
 
 
-def schema_text(kind: Kind) -> str:
-    """Return the schema of a file as JSON text.
-
-    Raises:
-        TulaError: this installation has no sources, and so no descriptions.
-    """
-    return json.dumps(json_schema(kind), indent=1, ensure_ascii=False) + "\n"
+def schema_path(kind: Kind) -> Path:
+    """Return the path of a schema, relative to the folder of the job."""
+    return Path(SCHEMA_FOLDER, f"{kind}.schema.json")
 
 
 def write_schema(kind: Kind, path: Path) -> None:
     """Write the schema, over an older one but nothing else.
 
     Raises:
+        TulaError: this installation has no sources, and so no descriptions.
         SpecError: the file is there, and no schema of tula's.
         CannotWrite: it cannot be written.
     """
     if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
-        raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it, or name another file")
-    write_atomic(path, schema_text(kind), mode=MODE_FOR_ALL)
+        raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it")
+    text = json.dumps(json_schema(kind), indent=1, ensure_ascii=False) + "\n"
+    write_atomic(path, text, mode=MODE_FOR_ALL)
 
 
 def _read_beginning(path: Path) -> str:
@@ -42,24 +41,16 @@ def _read_beginning(path: Path) -> str:
         raise SpecError(f"cannot read {path}: {error.strerror}") from None
 
 
-def schema_comment(schema: Path) -> str:
-    """Return the first line of a YAML file by which an editor's language server finds the schema.
-
-    Args:
-        schema: its path, relative to the YAML file, or absolute.
-    """
-    return f"# yaml-language-server: $schema={schema.as_posix()}"
-
-
 def with_schema(text: str, job: Path) -> str:
-    """Write the schema beside a job that is to be written, and return the job's text with the line that names it.
+    """Write the schemas beside a job that is to be written, and return the job's text with the line that names its schema.
 
     Args:
         text: of the job.
         job: its path.
 
     Raises:
-        SpecError, CannotWrite: as of `write_schema`.
+        TulaError, SpecError, CannotWrite: as of `write_schema`.
     """
-    write_schema("job", job.parent / SCHEMA_PATH)
-    return f"{schema_comment(SCHEMA_PATH)}\n{text}"
+    for kind in get_args(Kind):
+        write_schema(kind, job.parent / schema_path(kind))
+    return f"# yaml-language-server: $schema={schema_path('job').as_posix()}\n{text}"

@@ -64,7 +64,7 @@ def json_schema(kind: Kind) -> Schema:
     head = {
         "$schema": DIALECT,
         "$id": f"urn:tula:{kind}",
-        "$comment": f"written by tula {__version__}: tula schema {kind}",
+        "$comment": f"written by tula init, version {__version__}",
         "title": f"{kind}.yaml of tula",
         "description": _WORDS[kind],
     }

@@ -144,10 +144,3 @@ def test_every_file_that_is_named_is_there(page: str) -> None:
     named += re.findall(r"python (\w+/[\w./]+\.py)", text(page))
     for name in named:
         assert (ROOT / name).exists(), f"{page}: {name}"
-
-
-def test_every_new_place_in_the_table_of_architecture_is_there() -> None:
-    rows = re.findall(r"^\| `[\w/]+\.py` \| (.*) \|$", text("docs/architecture.md"), re.MULTILINE)
-    assert rows
-    for place in re.findall(r"`([^`]+)`", " ".join(rows)):
-        assert (ROOT / "tula_cli" / place).is_file(), place

@@ -75,7 +75,7 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
             "from tula_cli.optim import TulaOptimizer",
             "torch in the worker and the optimizers alone",
         ),
-        ("optim/parts/indicators.py", "from tula_cli.spec.sections import JobSpec", "the optimizers stand alone"),
+        ("optim/gradient_stats.py", "from tula_cli.spec.sections import JobSpec", "the optimizers stand alone"),
         (
             "shim/tula_shim/place.py",
             "from tula_cli.errors import TulaError",

@@ -37,8 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 from tula_cli.errors import TulaError
-from tula_cli.optim import orthogonal
-from tula_cli.optim.parts import placement
+from tula_cli.optim import gradient_stats, orthogonal
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.methods import METHODS
@@ -167,7 +166,7 @@ def as_on_gpu() -> Iterator[None]:
     """Let optimizers go the way that they go where the host would have to wait."""
     # a CPU multiplies bfloat16 slowly, and as often
     with (
-        mock.patch.object(placement, "on_device", lambda _: True),
+        mock.patch.object(gradient_stats, "on_device", lambda _: True),
         mock.patch.object(orthogonal, "GPU_DTYPE", torch.float32),
     ):
         yield

@@ -235,9 +235,9 @@ def degenerate_ratios_and_bounds(package: Any) -> None:
 
 @check
 def tensor_factors_are_ratios_of_norms(package: Any) -> None:
-    bounds = package.parts.indicators.Bounds(1e-3, 4.0)
+    bounds = package.gradient_stats.Bounds(1e-3, 4.0)
     for small, large, expected in (([3.0, 4.0], [6.0, 8.0], 0.5), ([3.0], [0.0], 4.0), ([0.0], [0.0], 1e-3)):
-        (factor,) = package.parts.indicators.tensor_factors([torch.tensor(small)], [torch.tensor(large)], 1e-8, bounds)
+        (factor,) = package.gradient_stats.tensor_factors([torch.tensor(small)], [torch.tensor(large)], 1e-8, bounds)
         assert factor.shape == ()
         close(float(factor), expected)
 
@@ -246,17 +246,17 @@ def tensor_factors_are_ratios_of_norms(package: Any) -> None:
 def factors_leave_the_gradients_alone(package: Any) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         small, large = torch.tensor([1.0, 2.0]).to(dtype), torch.tensor([4.0, 4.0]).to(dtype)
-        bounds = package.parts.indicators.Bounds(1e-3, 4.0)
-        factor = package.parts.indicators.element_factor(small, large, 1e-8, bounds)
+        bounds = package.gradient_stats.Bounds(1e-3, 4.0)
+        factor = package.gradient_stats.element_factor(small, large, 1e-8, bounds)
         assert small.tolist() == [1.0, 2.0] and large.tolist() == [4.0, 4.0] and factor.dtype is dtype
-        reused = package.parts.indicators.element_factor(small, large, 1e-8, bounds, overwrite=True)
+        reused = package.gradient_stats.element_factor(small, large, 1e-8, bounds, overwrite=True)
         assert reused is small and large.tolist() == [4.0, 4.0] and same(reused, factor)
         close(factor.double().tolist(), [0.25, 0.5])
 
 
 @check
 def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
-    rng, rules = torch.Generator().manual_seed(0), package.parts.indicators
+    rng, rules = torch.Generator().manual_seed(0), package.gradient_stats
     bounds, size = rules.Bounds(1e-3, 4.0), rules.PART + 7
     small, large = (torch.randn(size, generator=rng).to(torch.float16).view(1, 1, -1, 1) for _ in "ab")
     factor = rules.element_factor(small, large, 1e-8, bounds)
@@ -439,18 +439,15 @@ class OtherRanks:
 
 @contextmanager
 def several_ranks(package: Any, others: list[list[Tensor]]) -> Iterator[None]:
-    modules = (package.parts.local_norms, package.parts.reduction)
-    kept = [module.dist for module in modules]
-    for module in modules:
-        module.dist = OtherRanks(others)
+    module = package.ddp_hook
+    kept, module.dist = module.dist, OtherRanks(others)
     yield
-    for module, dist in zip(modules, kept, strict=True):
-        module.dist = dist
+    module.dist = kept
 
 
 def as_one_of_several(package: Any, opt: Any, world: int) -> Any:
     """Let an optimizer with local norms believe in other ranks. Returns what listens to the reductions."""
-    listener = package.parts.local_norms.NormListener(lambda: True)
+    listener = package.ddp_hook.NormListener(lambda: True)
     opt.factors._setup = dataclasses.replace(opt.setup, world=world)
     opt.factors._listener, opt.factors.reads_b_small = listener, False
     return listener
@@ -462,7 +459,7 @@ def reduced(package: Any, listener: Any, params: list[Tensor], own: list[Tensor]
     views = [v.view(p.shape) for v, p in zip(buffer.split([p.numel() for p in params]), params, strict=True)]
     bucket = SimpleNamespace(buffer=lambda: buffer, gradients=lambda: views, parameters=lambda: params, index=lambda: 0)
     group = SimpleNamespace(size=lambda: world)
-    package.parts.reduction._reduce(package.parts.reduction.Reduction(group, listeners=[listener]), bucket).wait()
+    package.ddp_hook._reduce(package.ddp_hook.Reduction(group, listeners=[listener]), bucket).wait()
     return views
 
 
@@ -506,8 +503,8 @@ def local_norms_equal_the_reference(package: Any) -> None:
 def local_factors_keep_what_is_not_finite_and_their_bounds(package: Any) -> None:
     small = torch.tensor([4.0, math.inf, 1.0, 0.0, 1.0, 100.0])
     large = torch.tensor([1.0, 1.0, math.nan, 0.0, 0.0, 1.0])
-    bounds = package.parts.indicators.Bounds(1e-3, 3.0)
-    found = package.parts.indicators.local_factors(small, large, torch.full((6,), 0.5), bounds)
+    bounds = package.gradient_stats.Bounds(1e-3, 3.0)
+    found = package.gradient_stats.local_factors(small, large, torch.full((6,), 0.5), bounds)
     close(found.tolist(), [2.0, 0.5, 0.5, 1.0, 3.0, 3.0])
 
 

@@ -25,10 +25,9 @@ from ags_models import ags, made_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.optim import PRESETS, TulaOptimizer
-from tula_cli.optim.parts import indicators
-from tula_cli.optim.parts.reduction import listen
-from tula_cli.optim.parts.small_batch import draw_counts
+from tula_cli.optim import PRESETS, TulaOptimizer, gradient_stats
+from tula_cli.optim.ags import draw_counts
+from tula_cli.optim.ddp_hook import add_listener
 
 B_LARGE, STEPS = 16, 3  # STEPS: optimizer steps in an epoch
 Case = Callable[[int, int], None]
@@ -238,11 +237,11 @@ class Drifting:
         self.rank, self.steps, self.step = rank, steps, 0
 
     def __enter__(self) -> None:
-        self.original = indicators.squared_norm
-        setattr(indicators, "squared_norm", self.norm)  # noqa: B010
+        self.original = gradient_stats.squared_norm
+        setattr(gradient_stats, "squared_norm", self.norm)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
-        setattr(indicators, "squared_norm", self.original)  # noqa: B010
+        setattr(gradient_stats, "squared_norm", self.original)  # noqa: B010
 
     def norm(self, grads: Any) -> Tensor:
         square = self.original(grads)
@@ -483,7 +482,7 @@ def listeners_share_one_hook_and_reduce_as_ddp_does(rank: int, world: int) -> No
 
     heard, plain = DistributedDataParallel(net()), DistributedDataParallel(net())
     opt = build_robust(heard)
-    listen(heard, listener)
+    add_listener(heard, listener)
     for model in (heard, plain):
         backward(model, 0, 1)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(heard.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]

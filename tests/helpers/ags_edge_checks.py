@@ -46,7 +46,7 @@ def lars_without_a_gradient_takes_the_plain_step_of_the_decay(package: Any) -> N
 
 @check
 def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
-    Schedule = part(package, "parts.refresh_schedule").Schedule
+    Schedule = part(package, "ags").Schedule
     before, after = Schedule.of(5, None), Schedule.of(3, None)
     for _ in range(4):
         before.advance(refreshed=False)
@@ -60,7 +60,7 @@ def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
 
 @check
 def a_restarted_schedule_owes_nothing(package: Any) -> None:
-    schedule = part(package, "parts.refresh_schedule").Schedule.of(3, None)
+    schedule = part(package, "ags").Schedule.of(3, None)
     schedule.owe()
     schedule.restart()
     assert not schedule.due
@@ -92,7 +92,7 @@ def seed_of(opt: Any, *, step: int, rank: int = 0) -> int:
 
 def part_of(setup: Any) -> Any:
     """Return the module that takes the small pass of a setup's package."""
-    return importlib.import_module(type(setup).__module__.replace(".setup", ".small_batch"))
+    return importlib.import_module(type(setup).__module__)
 
 
 @check
@@ -108,7 +108,7 @@ def a_small_pass_draws_anew_at_each_step_and_on_each_rank(package: Any) -> None:
 
 @check
 def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> None:
-    reduction = part(package, "parts.reduction")
+    reduction = part(package, "ddp_hook")
     heard: list[str] = []
 
     def listener(bucket: Any) -> Any:
@@ -127,7 +127,7 @@ def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> No
 
 @check
 def many_tensors_are_scaled_on_the_device_as_on_the_host(package: Any) -> None:
-    scaling = part(package, "parts.gradient_scaling")
+    scaling = part(package, "gradient_stats")
     kept, draw = scaling.CHUNK, torch.Generator().manual_seed(0)
     start = [torch.randn(3, generator=draw) for _ in range(150)]
     factors = [torch.rand(3, generator=draw) + 0.5 for _ in start]

@@ -63,7 +63,7 @@ def made_of(package: Any = optim, factor: float | None = None, **kwargs: Any) ->
 @contextmanager
 def branch_on_device(package: Any, on_device: bool) -> Iterator[None]:
     """Take the way of a GPU, or that of the CPU, wherever the tensors are."""
-    module = package.parts.placement
+    module = package.gradient_stats
     kept, module.on_device = module.on_device, lambda tensor: on_device
     try:
         yield

@@ -10,7 +10,7 @@ from make_results import Truth, measured, of_a_script, probe_all, spec
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
-from tula_cli.optim.parts.small_batch import draw_counts
+from tula_cli.optim.ags import draw_counts
 from tula_cli.run.records.probes import Measured, Overheads
 
 AGS = {"train": {"method": "ags", "epochs": 10, "reference_batch": 64}}

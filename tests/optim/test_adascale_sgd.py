@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tula_cli.optim import gradient_stats
 from tula_cli.optim.adascale_sgd import AdaScale, estimate_noise, gain
-from tula_cli.optim.parts import placement
 
 BATCH, REFERENCE = 64, 8
 S = BATCH / REFERENCE
@@ -173,7 +173,7 @@ def test_on_a_gpu_the_gain_is_the_same(fused: bool, monkeypatch: pytest.MonkeyPa
     host, device = Noisy(fused=fused), Noisy(fused=fused)
     for _ in range(5):
         host.step()
-    monkeypatch.setattr(placement, "on_device", lambda tensor: True)
+    monkeypatch.setattr(gradient_stats, "on_device", lambda tensor: True)
     for _ in range(5):
         device.step()
     torch.testing.assert_close(device.weight, host.weight)
@@ -183,7 +183,7 @@ def test_on_a_gpu_the_gain_is_the_same(fused: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_on_a_gpu_a_saved_state_goes_on_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "on_device", lambda tensor: True)
+    monkeypatch.setattr(gradient_stats, "on_device", lambda tensor: True)
     assert_resumed_bit_by_bit(Noisy(fused=True), Noisy(fused=True), tmp_path / "state.pt")
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tula_cli import optim
-from tula_cli.optim import PRESETS
-from tula_cli.optim.parts import gradient_scaling, placement
-from tula_cli.optim.parts.local_norms import NormListener
+from tula_cli.optim import PRESETS, gradient_stats
+from tula_cli.optim.ddp_hook import NormListener
 from tula_cli.worker.measure.storages import LiveStorages
 
 pytestmark = pytest.mark.torch
@@ -113,8 +112,8 @@ class Memory:
     """The bytes that a wrapped step takes beyond the model, its gradients and the base, in copies of the parameters."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on_device: bool, **kwargs: Any) -> None:
-        monkeypatch.setattr(gradient_scaling, "CHUNK", 1)
-        monkeypatch.setattr(placement, "on_device", lambda tensor: on_device)
+        monkeypatch.setattr(gradient_stats, "CHUNK", 1)
+        monkeypatch.setattr(gradient_stats, "on_device", lambda tensor: on_device)
         self.model = mlp(widths=WIDTHS)
         self.copy = sum(p.numel() * p.element_size() for p in self.model.parameters())
         base = torch.optim.SGD(self.model.parameters(), lr=0.1)

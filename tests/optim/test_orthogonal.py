@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_cli.optim import orthogonal
+from tula_cli.optim import gradient_stats, orthogonal
 from tula_cli.optim.orthogonal import Ortho, batch_matrices, newton_schulz, orthogonalize_
-from tula_cli.optim.parts import placement
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -89,7 +88,7 @@ def test_matrices_that_are_multiplied_together_turn_as_each_alone() -> None:
 
 def test_a_gpu_fills_up_with_zeros_and_turns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     updates = [matrix(*shape, seed=seed).float() * 10.0**-seed for seed, shape in enumerate(SHAPES)]
-    monkeypatch.setattr(placement, "on_device", lambda tensor: True)
+    monkeypatch.setattr(gradient_stats, "on_device", lambda tensor: True)
     found = [u.clone() for u in updates]
     orthogonalize_(found)
     for update, one in zip(updates, found, strict=True):

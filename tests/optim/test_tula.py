@@ -33,8 +33,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tula_cli.optim import PRESETS, Gate, LocalNorms, SmallBatch, Static, TulaOptimizer, advice, configured
-from tula_cli.optim.parts import indicators
+from tula_cli.optim import (
+    PRESETS,
+    Gate,
+    LocalNorms,
+    SmallBatch,
+    Static,
+    TulaOptimizer,
+    advice,
+    configured,
+    gradient_stats,
+)
 
 # where only the gate is tested there is no small batch
 pytestmark = pytest.mark.filterwarnings("ignore:an AGS refresh was due")
@@ -48,25 +57,25 @@ def test_squared_norm_takes_dense_and_sparse_gradients_of_all_dtypes() -> None:
         [[0, 2, 0]], torch.tensor([[1.0, 2.0], [3.0, 0.0], [1.0, 0.0]]), (4, 2), check_invariants=True
     )
     grads = [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.tensor(3.0), sparse]
-    assert indicators.squared_norm(grads).item() == pytest.approx(12 + 9 + (4 + 4 + 9))
-    assert indicators.squared_norm(grads).dtype is torch.float32
+    assert gradient_stats.squared_norm(grads).item() == pytest.approx(12 + 9 + (4 + 4 + 9))
+    assert gradient_stats.squared_norm(grads).dtype is torch.float32
     grads.append(torch.ones(2, dtype=torch.float64))
-    assert indicators.squared_norm(grads).dtype is torch.float64
-    assert indicators.squared_norm(grads).item() == pytest.approx(40)
+    assert gradient_stats.squared_norm(grads).dtype is torch.float64
+    assert gradient_stats.squared_norm(grads).item() == pytest.approx(40)
 
 
 def test_squared_norm_of_bfloat16_is_summed_in_float32() -> None:
-    assert indicators.squared_norm([torch.ones(1000, dtype=torch.bfloat16)]).item() == pytest.approx(1000)
+    assert gradient_stats.squared_norm([torch.ones(1000, dtype=torch.bfloat16)]).item() == pytest.approx(1000)
 
 
 def test_squared_norm_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        indicators.squared_norm([])
+        gradient_stats.squared_norm([])
 
 
 @given(now=st.floats(1e-6, 1e6), before=st.floats(1e-6, 1e6))
 def test_gradient_change_is_equation_5(now: float, before: float) -> None:
-    change = indicators.gradient_change(*(torch.tensor(q, dtype=torch.float64) for q in (now, before)))
+    change = gradient_stats.gradient_change(*(torch.tensor(q, dtype=torch.float64) for q in (now, before)))
     assert abs(change.item()) == pytest.approx(reference.change(now, before))
     assert (change.item() < 0) == (now < before)
 
@@ -78,7 +87,7 @@ def test_clip_is_torchs(max_norm: float) -> None:
     for p, g in zip(params, grads, strict=True):
         p.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(params, max_norm)
-    indicators.clip_(grads, max_norm)
+    gradient_stats.clip_(grads, max_norm)
     for p, g in zip(params, grads, strict=True):
         torch.testing.assert_close(p.grad, g)
 
@@ -484,7 +493,7 @@ def test_sparse_gradients_count_in_the_norm_and_stay_unscaled(granularity: str) 
                 o.zero_grad()
                 loss(m, 8).backward()
             opt.small_batch(lambda n: loss(model, n))
-            square = indicators.squared_norm([p.grad for p in model.parameters() if p.grad is not None])
+            square = gradient_stats.squared_norm([p.grad for p in model.parameters() if p.grad is not None])
             opt.step()
             for k, p in enumerate(twin.parameters()):
                 if step and k:

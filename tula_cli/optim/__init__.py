@@ -2,11 +2,7 @@
 
 from tula_cli.presets import AGS_PRESETS as PRESETS
 
-from .advice import advice
-from .configure import configured
-from .factors import LocalNorms, SmallBatch, Static
-from .gate import Gate
+from .ags import Gate, LocalNorms, SmallBatch, Static, TulaOptimizer, advice, configured
 from .orthogonal import Ortho
-from .tula import TulaOptimizer
 
 __all__ = ["PRESETS", "Gate", "LocalNorms", "Ortho", "SmallBatch", "Static", "TulaOptimizer", "advice", "configured"]

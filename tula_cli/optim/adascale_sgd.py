@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .parts import placement
-from .parts.indicators import clip_, squared_norm
-from .parts.local_norms import NormListener
-from .parts.reduction import listen
-from .parts.refusals import distributed, place
-from .parts.wrapper import Wrapper
+from . import gradient_stats
+from .ddp_hook import NormListener, add_listener
+from .gradient_stats import clip_, squared_norm
+from .wrapper import Wrapper, find_ddp, rank_and_world
 
 VERSION = 1
 Number = TypeVar("Number", float, Tensor)
@@ -68,11 +66,11 @@ class AdaScale(Wrapper):
             raise ValueError(f"AdaScale's gain is derived for SGD, not for {type(base).__name__}; use torch.optim.SGD")
         super().__init__(base)
         self.batch, self.reference_batch, self.max_grad_norm = batch, reference_batch, max_grad_norm
-        _, self._world = place(model)
+        _, self._world = rank_and_world(model)
         self._local = NormListener(lambda: True) if self._world > 1 else None
-        ddp = distributed(model)
+        ddp = find_ddp(model)
         if ddp is not None and self._local is not None:
-            listen(ddp, self._local)
+            add_listener(ddp, self._local)
         self._observed: tuple[Tensor, int] | None = None
         self._noise: Tensor | None = None  # moving average of sigma^2, 0-dim
         self._signal: Tensor | None = None  # of mu^2
@@ -136,7 +134,7 @@ class AdaScale(Wrapper):
 
     def _factor(self) -> float | Tensor:
         """The gain; where the host would have to wait for it and the base can do without, 0-dim, float64."""
-        if self._noise is None or self._signal is None or not placement.on_device(self._noise):
+        if self._noise is None or self._signal is None or not gradient_stats.on_device(self._noise):
             return self.gain
         if not all(group.get("fused") for group in self.param_groups):
             return self.gain

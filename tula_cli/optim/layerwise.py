@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parts.indicators import alike, wide
-from .parts.wrapper import Optimizer
+from .gradient_stats import accumulation_dtype, group_by_dtype
+from .wrapper import Optimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -27,7 +27,7 @@ class _Layerwise(Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for adapted in (True, False):
                 selected = [p for p in params if (p.ndim > 1) == adapted]
-                for indices in alike(selected).values():
+                for indices in group_by_dtype(selected).values():
                     self._update_tensors(group, [selected[i] for i in indices], adapted=adapted)
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
@@ -41,8 +41,8 @@ class _Layerwise(Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and wide(p.dtype) is not p.dtype:
-                    self.state[p][name] = value.to(p.device, wide(p.dtype), copy=True)
+                if isinstance(value, Tensor) and accumulation_dtype(p.dtype) is not p.dtype:
+                    self.state[p][name] = value.to(p.device, accumulation_dtype(p.dtype), copy=True)
 
 
 class Lars(_Layerwise):
@@ -201,17 +201,17 @@ def _lamb_ratios(params: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Te
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of each tensor, (n,): what follows takes all of them in one operation."""
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide(tensors[0].dtype)))
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=accumulation_dtype(tensors[0].dtype)))
 
 
 def _zeros(param: Tensor) -> Tensor:
     """Return the state that a parameter begins with."""
-    return torch.zeros_like(param, dtype=wide(param.dtype), memory_format=torch.preserve_format)
+    return torch.zeros_like(param, dtype=accumulation_dtype(param.dtype), memory_format=torch.preserve_format)
 
 
 def _to_state_precision(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in the precision of their states."""
-    return [tensor.to(wide(tensor.dtype)) for tensor in tensors]
+    return [tensor.to(accumulation_dtype(tensor.dtype)) for tensor in tensors]
 
 
 def _cast_like(updates: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .orthogonal import find_matrices
-from .parts.wrapper import Optimizer
+from .wrapper import Optimizer
 
 ADAMW_SHARE = 0.1
 """AdamW's learning rate by Muon's, unless `adjust_lr_fn: match_rms_adamw` makes the same rate fit both."""

@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .parts import placement, shares
-from .parts.gradient_scaling import chunks, copies
-from .parts.indicators import alike, clip_, wide
-from .parts.refusals import place, refuse_sharded
-from .parts.wrapper import Wrapper
+from . import gradient_stats, sharding
+from .gradient_stats import accumulation_dtype, chunk_indices, clip_, copy_tensors, group_by_dtype
+from .wrapper import Wrapper, rank_and_world, refuse_sharded
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""
@@ -102,8 +100,8 @@ class Ortho(Wrapper):
         super().__init__(base)
         self.max_grad_norm = max_grad_norm
         self._maps = frozenset(map(id, find_matrices(model)))
-        self._sharded = shares.is_sharded(model)
-        _, self._world = place(model)
+        self._sharded = sharding.is_sharded(model)
+        _, self._world = rank_and_world(model)
         self._steps = 0
         kind = type(base)
         self._by_zeros = kind is getattr(torch.optim, kind.__name__, None) and kind.__name__ in INDEPENDENT_OF_WEIGHTS
@@ -137,15 +135,17 @@ class Ortho(Wrapper):
         Where the update does not depend on the weights the base steps from zeros, so that what it leaves is the update,
         without the decay and as precise as its type allows (half precision weights would round it away).
         """
-        grads = [shares.share(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            sharding.local_shard(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         if self.max_grad_norm is not None and grads:
-            clip_(grads, self.max_grad_norm, square=shares.squared_norm(grads) if self._sharded else None)
+            clip_(grads, self.max_grad_norm, square=sharding.sharded_squared_norm(grads) if self._sharded else None)
         params = [p for p in self.matrices() if p.grad is not None]
         if not params:
             yield
             return
-        weights = [shares.share(p) for p in params]
-        start = copies(weights)
+        weights = [sharding.local_shard(p) for p in params]
+        start = copy_tensors(weights)
         decays = self._decoupled_decays(dict(zip(map(id, params), start, strict=True)))
         gradients = [p.grad for p in params]
         if self._by_zeros:
@@ -223,12 +223,12 @@ def orthogonalize_shards_(params: Sequence[Tensor], updates: Sequence[Tensor]) -
         updates: this rank's parts, changed in place.
     """
     order = sorted(range(len(params)), key=lambda i: (str(updates[i].dtype), _sides(params[i])))
-    for chunk in chunks(params, order):
-        for indices in alike(updates[i] for i in chunk).values():
+    for chunk in chunk_indices(params, order):
+        for indices in group_by_dtype(updates[i] for i in chunk).values():
             some = [chunk[i] for i in indices]
-            gathered = shares.gathered([params[i] for i in some], [updates[i] for i in some])
+            gathered = sharding.gather_shards([params[i] for i in some], [updates[i] for i in some])
             orthogonalize_(gathered)
-            shards = [shares.part_of(w, params[i]) for w, i in zip(gathered, some, strict=True)]
+            shards = [sharding.shard_of(w, params[i]) for w, i in zip(gathered, some, strict=True)]
             torch._foreach_copy_([updates[i] for i in some], shards)
 
 
@@ -241,14 +241,16 @@ def orthogonalize_(updates: Sequence[Tensor]) -> None:
     Args:
         updates: of two dimensions or more, of which the first are the rows of the matrix.
     """
-    for (_, dtype), indices in alike(updates).items():
+    for (_, dtype), indices in group_by_dtype(updates).items():
         selected = [updates[i] for i in indices]
-        device = placement.on_device(selected[0])
-        lengths = torch._foreach_norm(selected, 2, dtype=wide(dtype))
+        device = gradient_stats.on_device(selected[0])
+        lengths = torch._foreach_norm(selected, 2, dtype=accumulation_dtype(dtype))
         padding, most = (MAX_PADDING, MAX_BATCH_ELEMENTS[0]) if device else (1.0, MAX_BATCH_ELEMENTS[1])
         for batch in batch_matrices([_sides(u) for u in selected], padding=padding, most=most):
             stacked = torch.stack([lengths[i] for i in batch])
-            _orthogonalize_batch_([selected[i] for i in batch], stacked, GPU_DTYPE if device else wide(dtype))
+            _orthogonalize_batch_(
+                [selected[i] for i in batch], stacked, GPU_DTYPE if device else accumulation_dtype(dtype)
+            )
 
 
 def batch_matrices(sides: Sequence[tuple[int, int]], *, padding: float, most: int) -> list[list[int]]:

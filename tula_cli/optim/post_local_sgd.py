@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .parts.reduction import reduction
+from .ddp_hook import get_reduction
 
 SWITCH_EPOCHS = 5
 """Epochs of synchronous training (Tula paper, IV-D)."""
@@ -25,7 +25,7 @@ AVERAGES_PER_EPOCH = 4
 
 def synchronise_gradients(ddp: DistributedDataParallel, *, wanted: bool) -> None:
     """Let DDP average gradients and hand out rank 0's buffers, as it does by default, or leave every rank its own."""
-    reduction(ddp).local = not wanted
+    get_reduction(ddp).local = not wanted
     # torch calls this attribute broadcast_buffers up to 2.12, and warns of that name from then on
     setattr(ddp, "forward_sync_buffers" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers", wanted)
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import JobFailed, NoGpu
-from tula_cli.optim.parts.shares import share
+from tula_cli.optim.sharding import local_shard
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 
@@ -370,7 +370,7 @@ def _reset_peak() -> None:
 
 def tensor_bytes(tensors: Iterable[object]) -> int:
     """Return the bytes of all tensors among the objects, of this rank's shares of divided ones; other objects count nothing."""
-    local_tensors = [share(t) for t in tensors if isinstance(t, torch.Tensor)]
+    local_tensors = [local_shard(t) for t in tensors if isinstance(t, torch.Tensor)]
     return sum(t.numel() * t.element_size() for t in local_tensors)
 
 

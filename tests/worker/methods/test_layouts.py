@@ -9,8 +9,8 @@ from operations import cases, sections
 from torch import nn
 from worker_jobs import otherwise_laid, spec, trainer
 
-from tula_cli.optim.parts.indicators import Bounds, element_factor
-from tula_cli.optim.parts.small_batch import _as, _packed
+from tula_cli.optim.ags import _as, _packed
+from tula_cli.optim.gradient_stats import Bounds, element_factor
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Train

@@ -12,7 +12,7 @@ from torch import nn
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.muon import MuonWithAdamW, missing_muon
-from tula_cli.optim.parts.shares import share
+from tula_cli.optim.sharding import local_shard
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec, beta2_at, beta2_half_life
 from tula_cli.worker.build import small_images
@@ -256,7 +256,7 @@ def _check_replaceable(spec: JobSpec) -> None:
 def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether fused SGD takes these; torch itself would only say so at the first step."""
     return all(
-        t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse and share(t) is t
+        t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse and local_shard(t) is t
         for t in tensors
     )
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.models.memory.allocator import Usage, peak_without_allocator, replay_allocations
-from tula_cli.optim.parts.gradient_scaling import chunks
+from tula_cli.optim.gradient_stats import chunk_indices
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.components import Components
 from tula_cli.spec.job import JobSpec
@@ -243,12 +243,12 @@ class FakeStep:
         if self.factors:  # the new ones come to be beside the old, which scale this step
             new = self._compute_factors(staged)
             if self.gpu:
-                for chunk in chunks(self.factors, range(len(self.factors))):
+                for chunk in chunk_indices(self.factors, range(len(self.factors))):
                     torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
         copies = self._parameter_copies()
         self.optimizer.step()
         if copies and self.gpu and self.memory.after:
-            for chunk in chunks(copies, range(len(copies))):
+            for chunk in chunk_indices(copies, range(len(copies))):
                 torch.empty(2 * sum(copies[i].numel() for i in chunk), dtype=copies[0].dtype)  # both outcomes
         copies.clear()
         self.factors = new or self.factors

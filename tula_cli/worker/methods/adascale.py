@@ -7,7 +7,7 @@ from torch import nn
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.adascale_sgd import AdaScale
-from tula_cli.optim.parts.indicators import squared_norm
+from tula_cli.optim.gradient_stats import squared_norm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Loop, Plain
 from tula_cli.worker.parallel.wrapping import Parallel

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch_size
 from tula_cli.optim import TulaOptimizer, configured
-from tula_cli.optim.configure import Configured
-from tula_cli.optim.parts.setup import embeddings
-from tula_cli.optim.parts.small_batch import draw_counts
+from tula_cli.optim.ags import Configured, draw_counts, embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.finetune.patterns import parameters_matching

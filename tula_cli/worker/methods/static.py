@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from tula_cli.optim import Static
-from tula_cli.optim.configure import Configured
+from tula_cli.optim.ags import Configured
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Memory

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tula_cli.optim import TulaOptimizer
-from tula_cli.optim.parts import shares
-from tula_cli.optim.parts.indicators import squared_norm
+from tula_cli.optim import TulaOptimizer, sharding
+from tula_cli.optim.gradient_stats import squared_norm
 from tula_cli.run.series.step_series import StepRow, round_value
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.train.loop import Step, Trainer
@@ -182,10 +181,12 @@ def _read_numbers(numbers: Sequence[Tensor | float | None]) -> list[float | None
 
 def _squared_norm(trainer: Trainer) -> Tensor | None:
     """Return the squared norm of the gradient; every rank takes part where each holds a share of it."""
-    gradients = [shares.share(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
+    gradients = [sharding.local_shard(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
     if not gradients:
         return None
-    return shares.squared_norm(gradients) if isinstance(trainer.parallel, Sharded) else squared_norm(gradients)
+    return (
+        sharding.sharded_squared_norm(gradients) if isinstance(trainer.parallel, Sharded) else squared_norm(gradients)
+    )
 
 
 def _scaling_optimizer(trainer: Trainer) -> TulaOptimizer | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tula_cli.models.loss_level import max_spike_steps
-from tula_cli.optim.parts.shares import share
+from tula_cli.optim.sharding import local_shard
 from tula_cli.spec.job import lr_scale
 from tula_cli.words import number
 from tula_cli.worker.build.sampling import Position
@@ -119,7 +119,7 @@ def _first_non_finite(losses: list[tuple[Position, int, torch.Tensor]]) -> float
 @torch.no_grad()
 def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether all that is trained is finite; nothing as large as a parameter is allocated for it."""
-    local_tensors = [share(p) for p in parameters if p.requires_grad]
+    local_tensors = [local_shard(p) for p in parameters if p.requires_grad]
     trained = [torch.view_as_real(p) if p.is_complex() else p for p in local_tensors if p.numel()]
     bounds = [bound.isfinite() for p in trained for bound in torch.aminmax(p)]
     return bool(torch.stack(bounds).all()) if bounds else True

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.parts.shares import is_sharded
+from tula_cli.optim.sharding import is_sharded
 from tula_cli.run.files import is_regular
 from tula_cli.spec.sections import Model
 

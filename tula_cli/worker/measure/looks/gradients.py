@@ -11,7 +11,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
-from tula_cli.optim.parts.reduction import listen
+from tula_cli.optim.ddp_hook import add_listener
 from tula_cli.worker.build.batches.tree import slice_batch
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.ranks import Ranks
@@ -38,7 +38,7 @@ class GradientNormRecorder:
         """Attach to a trainer between two of its steps; DDP keeps it."""
         assert not isinstance(trainer.parallel, Sharded), "shares are reduced in another way"
         spy = cls(trainer.ranks)
-        listen(trainer.parallel, spy)
+        add_listener(trainer.parallel, spy)
         return spy
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tula_cli.models.efficiency import Pair, noise_scale, summarise
-from tula_cli.optim.parts import shares
+from tula_cli.optim import sharding
 from tula_cli.worker.build.compiled import without_compilation
 from tula_cli.worker.build.sampling import count_remaining_steps
 from tula_cli.worker.parallel.sharded import Sharded
@@ -117,7 +117,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
             return trainer.call.compute_loss(trainer.parallel.module, batch)
 
     if isinstance(trainer.parallel, Sharded):
-        return dict(shares.gradients(loss, trainer.parallel))
+        return dict(sharding.sharded_gradients(loss, trainer.parallel))
     parameters = [p for p in trainer.parallel.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(trainer.scaler.scale(loss()), parameters, allow_unused=True)
     scale = float(trainer.scaler.get_scale())
@@ -128,7 +128,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
 def squared_norm(trainer: Trainer, gradient: Gradient) -> float:
     """Return the squared norm of the whole gradient; of shares every rank takes part."""
     if isinstance(trainer.parallel, Sharded):
-        return float(shares.squared_norm(list(gradient.values())))
+        return float(sharding.sharded_squared_norm(list(gradient.values())))
     pieces = (piece for tensor in gradient.values() for piece in tensor.flatten().split(_PIECE))
     return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum().item())
 

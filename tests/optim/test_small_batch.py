@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_cli.optim.parts.small_batch import small_gradients
+from tula_cli.optim.ags import small_gradients
 
 MARKED = torch.full((4,), 3.0)
 

@@ -1,10 +1,11 @@
-"""What the optimizers cannot do, said before they start."""
+"""The base of the optimizers that wrap another optimizer, and the checks that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.presets import DIVIDING
 
-from .shares import is_sharded
+from .sharding import is_sharded
+
+# --- Checks
 
 # These keep each rank's own gradient or shard, so no rank holds the gradient that Eq. 5 speaks of.
 SHARDING = frozenset(
@@ -25,17 +28,17 @@ SHARES = frozenset({"FSDPModule", "DTensor"})
 OPTIONAL = frozenset({"available", "steps_per_epoch", "max_grad_norm", "factor"})
 
 
-def distributed(model: nn.Module) -> DistributedDataParallel | None:
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The DistributedDataParallel that `model` is, compiled or not; else None."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def place(model: nn.Module) -> tuple[int, int]:
+def rank_and_world(model: nn.Module) -> tuple[int, int]:
     """(rank, world size); (0, 1) for a module that this process trains alone."""
     if is_sharded(model):
         return dist.get_rank(), dist.get_world_size()
-    ddp = distributed(model)
+    ddp = find_ddp(model)
     if ddp is None:
         return 0, 1
     world = dist.get_world_size()
@@ -44,12 +47,12 @@ def place(model: nn.Module) -> tuple[int, int]:
     return dist.get_rank(), world
 
 
-def whole_numbers(**arguments: object) -> None:
+def require_whole_numbers(**arguments: object) -> None:
     """Raise ValueError where an argument is no whole number."""
     _refuse_kind(Integral, "a whole number", arguments)
 
 
-def real_numbers(**arguments: object) -> None:
+def require_real_numbers(**arguments: object) -> None:
     """Raise ValueError where an argument is no number."""
     _refuse_kind(Real, "a number", arguments)
 
@@ -61,7 +64,7 @@ def _refuse_kind(kind: type, words: str, arguments: Mapping[str, object]) -> Non
         raise ValueError(f"{name} must be {words}, got {value!r}")
 
 
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError where an argument is none of its choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -121,3 +124,88 @@ def _is_divided_among_all(param: Any) -> bool:
 def _names(thing: object) -> set[str]:
     # by name, so that neither optional parts of torch nor other packages have to be imported
     return {cls.__name__ for cls in type(thing).__mro__}
+
+
+# --- Base classes
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What the optimizers of this package share: a step evaluates its closure once, before anything else."""
+
+    # GradScaler must unscale before the step: a fused base would unscale after the gradients' norm was taken
+    _step_supports_amp_scaling = False
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called once, with gradients enabled, before any
+                gradient is looked at.
+
+        Returns:
+            The closure's loss, None without one.
+        """
+        loss = _evaluated(closure)
+        self._update()
+        return loss
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Take the step; gradients are disabled."""
+
+
+def _evaluated(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+class Wrapper(Optimizer):
+    """An optimizer whose `param_groups`, `state` and `defaults` are the base's objects, not copies.
+
+    Hence learning-rate schedulers and GradScaler take it as they would take the base, and nothing goes stale when the
+    base loads a state.
+    """
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        super().__setstate__({})  # Optimizer's hooks, without its own groups and state: those are the base's
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The base's parameter groups, the same list."""
+        return self.base.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The base's state; what the wrapper keeps is not in it."""
+        return self.base.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The base's defaults."""
+        return self.base.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the base."""
+        self.base.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the base's gradients, and drop what was seen of a step that was not taken."""
+        self._drop()
+        self.base.zero_grad(set_to_none)
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Forget what was seen for the coming step."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()

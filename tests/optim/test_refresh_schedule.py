@@ -1,6 +1,6 @@
 """When factors are refreshed: what a resume takes over, and what a new start of the count forgets."""
 
-from tula_cli.optim.parts.refresh_schedule import Schedule
+from tula_cli.optim.ags import Schedule
 
 
 def test_a_count_goes_on_where_it_was_saved() -> None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import indicators
+from . import gradient_stats
 
 
-def share(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in the same memory; of any other tensor, itself."""
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if local is None else local()
@@ -25,7 +25,7 @@ def is_sharded(model: nn.Module) -> bool:
     return any(cls.__name__ == "FSDPModule" for module in model.modules() for cls in type(module).__mro__)
 
 
-def gradients(loss: Callable[[], Tensor], model: nn.Module) -> dict[Tensor, Tensor]:
+def sharded_gradients(loss: Callable[[], Tensor], model: nn.Module) -> dict[Tensor, Tensor]:
     """This rank's parts of a gradient that is averaged over the ranks, which all take part; of each parameter that has one.
 
     What the backward pass writes is `.grad`, which is put aside meanwhile.
@@ -37,30 +37,30 @@ def gradients(loss: Callable[[], Tensor], model: nn.Module) -> dict[Tensor, Tens
     try:
         with torch.enable_grad():
             loss().backward()
-        return {p: share(p.grad) for p in trained if p.grad is not None}
+        return {p: local_shard(p.grad) for p in trained if p.grad is not None}
     finally:
         for p, grad in zip(trained, kept, strict=True):
             p.grad = grad
 
 
-def norms(parts: Sequence[Tensor]) -> list[Tensor]:
+def sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     """The l2 norm of each tensor of which the ranks hold parts: 0-dim, the same on all ranks, which all take part."""
     if not parts:
         return []
-    mine = indicators.norms(parts)
+    mine = gradient_stats.norms(parts)
     squares = torch.stack([norm.to(mine[0]) for norm in mine]).square()
     dist.all_reduce(squares)
     return [norm.to(own) for norm, own in zip(squares.sqrt().unbind(), mine, strict=True)]
 
 
-def squared_norm(parts: Sequence[Tensor]) -> Tensor:
+def sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
     """The squared l2 norm over all tensors together, likewise."""
-    square = indicators.squared_norm(parts)
+    square = gradient_stats.squared_norm(parts)
     dist.all_reduce(square)
     return square
 
 
-def gathered(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+def gather_shards(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     """Return the whole tensors of which the ranks hold parts, the same on all ranks, which all take part; one collective.
 
     Args:
@@ -82,7 +82,7 @@ def gathered(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(own, dim=_dimension(param)) for param, own in zip(params, zip(*pieces, strict=True), strict=True)]
 
 
-def part_of(whole: Tensor, param: Tensor) -> Tensor:
+def shard_of(whole: Tensor, param: Tensor) -> Tensor:
     """Return this rank's part of a whole tensor that is divided as a parameter is."""
     start, shape = _part(param, dist.get_rank())
     dimension = _dimension(param)

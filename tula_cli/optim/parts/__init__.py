@@ -1,1 +1,0 @@
-"""What the optimizers are made of."""

@@ -193,7 +193,7 @@ class AgsSteps:
         def reduces(bucket: Any) -> None:
             self.rounds += bool(bucket.is_last())
 
-        importlib.import_module(f"{PACKAGE}.parts.reduction").listen(getattr(model, "_orig_mod", model), reduces)
+        importlib.import_module(f"{PACKAGE}.ddp_hook").add_listener(getattr(model, "_orig_mod", model), reduces)
 
     # --- steps
 

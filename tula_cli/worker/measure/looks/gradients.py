@@ -42,7 +42,7 @@ class GradientNormRecorder:
         return spy
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
-        """See one bucket (`optim.parts.reduction.Listener`)."""
+        """See one bucket (`optim.ddp_hook.Listener`)."""
         if not self.watching:
             return None
         gradient = bucket.buffer()

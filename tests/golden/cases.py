@@ -206,7 +206,6 @@ CASES = (
     Case("report-trained", "trained", "report --json"),
     Case("report-markdown", "trained", "report --markdown"),
     Case("report-csv", "trained", "report --csv -"),
-    Case("report-scaling", "measured", "report --for scaling", slow=True),
     Case("logs-trained", "trained", "logs --json"),
     Case("list-trained", "trained", "list --json"),
     Case("list-table", "trained", "list"),

@@ -51,6 +51,13 @@ REPLACED: Mapping[str, str] = {
     "schema": "tula init writes .tula/job.schema.json and .tula/site.schema.json beside the job file",
 }
 """Commands that were removed, and what to use instead."""
+REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
+    **dict.fromkeys(
+        (("tula report", "--for"), ("tula report", "--runs")),
+        "tula report --markdown, --latex and --csv write the scaling tables",
+    ),
+}
+"""Options that were removed, by command, and what to use instead."""
 for _function, _example in WORKFLOW.items():
     register(app, _function, example=_example)
 
@@ -167,6 +174,8 @@ def _usage(error: Any) -> SpecError:
     option = getattr(error, "option_name", None)
     if path == "tula" and option in _SHARED:
         return SpecError(f"{option} comes after the command", f"for example tula status {option}")
+    if hint := REMOVED_OPTIONS.get((path, str(option))):
+        return SpecError(f"{path} has no option {option} any more", hint)
     return SpecError(message, f"{path} --help shows what it takes")
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import make_reports as reports
@@ -65,10 +66,10 @@ def test_a_run_is_named_or_given(trained: str) -> None:
 
 
 def test_json_has_the_whole_report_and_the_text(trained: str) -> None:
-    envelope = json.loads(tula("--json", "--for", "ncar")[1])
+    envelope = json.loads(tula("--json", "--markdown")[1])
     assert envelope["status"] == "done"
     assert [one["key"] for one in envelope["data"]["report"]["sections"]][:3] == ["choice", "scaling", "time_and_cost"]
-    assert envelope["data"]["text"].startswith("test: computational experiments")
+    assert envelope["data"]["text"].startswith("# test\n")
     assert "text" not in json.loads(tula(trained, "--json")[1])["data"]
 
 
@@ -87,16 +88,15 @@ def test_csv_is_a_folder_of_files_or_one_file(trained: str, tmp_path: Path) -> N
     ("words", "told"),
     [
         (("--markdown", "--latex"), "--markdown and --latex: both go to stdout"),
-        (("--csv", "-", "--for", "lcrc"), "--csv - and --for: both go to stdout"),
+        (("--csv", "-", "--latex"), "--latex and --csv -: both go to stdout"),
         (("--html", "."), "--html .: is a folder"),
         (("--html", "no/where.html"), "there is no folder"),
         (("--html", "/dev/tula-test.html"), "a page is written to a file"),
         (("--html", "-"), "a page is written to a file"),
-        (("--runs", "5"), "no --for is given"),
         (("--svg", "a/b/c"), "there is no folder"),
         (("--csv", "tula-runs/latest"), "is a file, and not a folder"),
-        (("--for", "lcr"), "did you mean lcrc?"),
-        (("--runs", "0"), "--runs"),
+        (("--for", "lcrc"), "tula report has no option --for any more\nHINT: tula report --markdown, --latex"),
+        (("--runs", "5"), "tula report has no option --runs any more\nHINT: tula report --markdown, --latex"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], told: str) -> None:
@@ -104,10 +104,20 @@ def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], told: str) -> N
     assert (code, out) == (2, "") and told in err
 
 
-def test_what_the_run_has_nothing_for_ends_with_its_code(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, reports.JOB)
-    code, out, err = tula(str(run.path), "--for", "lcrc")
-    assert (code, out) == (4, "") and "does not tell batch" in err and "tula profile" in err
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [
+        (("--markdown",), r"^\| (\S*) +\| (\d+) \| (\d+) \|"),
+        (("--latex",), r"^(\S*) & (\d+) & (\d+) & "),
+        (("--csv", "-"), r"^(\d+),(\d+),"),
+    ],
+)
+def test_each_text_form_has_the_scaling_tables(form: tuple[str, ...], rows: str) -> None:
+    text = tula(*form)[1]
+    strong = text[text.index("Strong scaling: global batch") :].partition("Weak scaling: local batch")
+    for table in (strong[0], strong[2]):
+        found = [match.groups()[-2:] for line in table.splitlines() if (match := re.match(rows, line))]
+        assert ("4", "4") in found and len(found) >= 3, (form, table[:400])
 
 
 def test_the_page_and_the_figures_are_drawn_from_the_same_document(trained: str, tmp_path: Path) -> None:

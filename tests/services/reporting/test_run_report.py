@@ -10,7 +10,7 @@ import pytest
 from make_reports import column, figure, report, section, series, table
 from make_results import MIB, Truth, measured
 
-from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.errors import SpecError
 from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import all_parts
@@ -413,12 +413,6 @@ def test_the_api_returns_text_too(tmp_path: Path) -> None:
     assert "table_predicted_actual" in report_text(run, form="csv")
     with pytest.raises(SpecError, match="'markdwn' is none of"):
         report_text(run, form="markdwn")  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="runs 0"):
-        report_text(run, site="ncar", runs=0)
-    with pytest.raises(SpecError, match="form 'latex' is not for a site"):
-        report_text(run, site="ncar", form="latex")
-    with pytest.raises(BadMeasurements, match="does not tell"):
-        report_text(run, site="ncar")
 
 
 def test_rows_that_are_damaged_are_left_out(tmp_path: Path) -> None:

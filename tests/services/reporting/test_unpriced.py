@@ -103,9 +103,8 @@ def tula(*words: str) -> str:
         "train --dry-run --nodes 1 --batch 64",
         "train --dry-run --nodes 8 --batch 32",
         "compare --show",
-        "report --for ncar",
-        "report --for lcrc",
         "report --markdown",
+        "report --latex",
     ],
 )
 def test_no_screen_has_them_twice(words: str, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

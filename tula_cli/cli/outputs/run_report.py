@@ -29,15 +29,6 @@ Csv = Annotated[
     ),
 ]
 Svg = Annotated[Path | None, typer.Option("--svg", metavar="DIR", readable=False, help="Write each figure as SVG.")]
-ForSite = Annotated[
-    str | None,
-    typer.Option(
-        "--for",
-        metavar="SITE",
-        help="What a site asks for in an application, on stdout: lcrc, ncar, scaling, a template of yours by name, or its path.",
-    ),
-]
-Trainings = Annotated[int, typer.Option("--runs", min=1, help="With --for: how many trainings are asked for.")]
 
 
 def report(
@@ -50,8 +41,6 @@ def report(
     csv: Csv = None,
     markdown: Markdown = False,
     latex: Latex = False,
-    site: ForSite = None,
-    runs: Trainings = 1,
 ) -> None:
     """Tell all that a run has found: what was asked and answered, measured, predicted, trained.
 
@@ -65,9 +54,7 @@ def report(
 
     if target is not None and named is not None:
         raise SpecError(f"both {target} and --run {named} given", "name one of them")
-    if runs != 1 and site is None:
-        raise SpecError("--runs says how many trainings are applied for, and no --for is given", "add --for SITE")
-    to_stdout = _forms(csv, markdown=markdown, latex=latex, site=site)
+    to_stdout = _forms(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
     run = find_run(screen, target or named, root)
     looks = functools.partial(launcher.launcher_for, submits=False)
@@ -75,7 +62,7 @@ def report(
     for one in seen.parts:
         warn_all(screen, one.now.warnings)
     document = service.build_document(seen)
-    text = service.for_site(seen, document, site, runs=runs) if site is not None else _text(document, to_stdout)
+    text = _text(document, to_stdout)
     written = _write(document, html, svg, csv)
     if text is None:
         screen.answer({"report": document, "written": written}, show_report.overview(document, written=written))
@@ -88,13 +75,13 @@ def report(
         screen.note(f"wrote {path}")
 
 
-def _forms(csv: Path | None, *, markdown: bool, latex: bool, site: str | None) -> str | None:
+def _forms(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
     """Return the form that goes to stdout; None for none.
 
     Raises:
         SpecError: there are several.
     """
-    asked = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-"), "--for": site is not None}
+    asked = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
     forms = [name for name, wanted in asked.items() if wanted]
     if len(forms) > 1:
         raise SpecError(f"{' and '.join(forms)}: both go to stdout", "ask for one of them a call")

@@ -10,8 +10,6 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.source.keys import without_secrets
 from tula_cli.services.reporting.compared import describe_training_job
 from tula_cli.services.reporting.document import Document, Fact
-from tula_cli.services.reporting.forms import sites
-from tula_cli.services.reporting.forms.site_values import site_values
 from tula_cli.services.reporting.material import Material, gather_material
 from tula_cli.services.reporting.sections import (
     chosen,
@@ -73,22 +71,6 @@ def build_document(material: Material) -> Document:
         tuple(_run_facts(material)),
         sections,
     )
-
-
-def for_site(seen: Material, document: Document, site: str, *, runs: int = 1) -> str:
-    """Return what a site asks for in an application, by its template.
-
-    Args:
-        seen: the run.
-        document: its report.
-        site: the name of a template, or the path of one.
-        runs: how many trainings like the choice are asked for.
-
-    Raises:
-        SpecError: there is no such template, or it names what there is not.
-        BadMeasurements: it names what this run has nothing for yet.
-    """
-    return sites.fill(sites.find(site), site_values(seen, document, runs=runs))
 
 
 def _describe_question(material: Material) -> str:

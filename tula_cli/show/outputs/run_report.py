@@ -30,7 +30,7 @@ def overview(document: "Document", *, written: Sequence[str]) -> Iterator["Rende
     if written:
         yield from (f"wrote {path}" for path in written)
         return
-    yield f"{_count(document.sections)}: --html FILE for a page, --markdown, --latex, --csv DIR, --svg DIR, --for SITE"
+    yield f"{_count(document.sections)}: --html FILE for a page, --markdown, --latex, --csv DIR, --svg DIR"
 
 
 def _count(sections: Sequence["Section"]) -> str:

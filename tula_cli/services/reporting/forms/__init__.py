@@ -1,1 +1,1 @@
-"""A report as text: Markdown, LaTeX, CSV, and what sites ask for."""
+"""A report as text: Markdown, LaTeX, CSV."""

@@ -1,4 +1,4 @@
-"""Cells of tables as text, which Markdown, LaTeX and templates have in common."""
+"""Cells of tables as text, which Markdown and LaTeX have in common."""
 
 from collections.abc import Sequence
 

@@ -1,0 +1,326 @@
+"""Compare predictions of `tula recommend` and `tula train` with what was measured: rows, their CSV file, and tables of them."""
+
+import csv
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tula_cli.words import plural
+
+FAR_OFF = 0.25  # relative error of a part from which on it is named below the tables
+SMALL_PART = 0.01  # share of the whole below which it is not
+MEAN = "mean"  # of the full searches
+TRAINING = "train"
+
+Configuration = tuple[int, int]  # nodes, global batch
+Data = dict[str, Any]  # `data` of a command's JSON
+
+
+@dataclass(frozen=True)
+class Row:
+    """One predicted value and one actual value of it."""
+
+    job: str
+    sweep: int  # whose predictions are compared
+    quantity: str  # "step", "time" and the parts of it (seconds); "time lost" (share), "knee" (batch)
+    nodes: int
+    batch: int  # global
+    probed: bool  # the sweep has measured this configuration
+    predicted: float | None
+    low: float | None  # 90 % interval
+    high: float | None
+    truth: str  # number of the full search, MEAN of all of them, or TRAINING
+    actual: float
+
+    @property
+    def error(self) -> float:
+        """The relative error of the prediction; infinite where the actual value is 0 and the predicted one is not."""
+        if self.predicted is None or self.predicted == self.actual:
+            return 0.0
+        return self.predicted / self.actual - 1 if self.actual else float("inf")
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the interval holds the actual value; None without an interval."""
+        return None if self.low is None or self.high is None else self.low <= self.actual <= self.high
+
+
+# --- rows from what the commands have printed
+
+
+def compare_job(job: str, sweeps: Mapping[int, Data], truths: Sequence[Data], training: Data | None) -> list[Row]:
+    """Return the rows of a job.
+
+    Args:
+        job: its name.
+        sweeps: by number, the data of `profile` and of `recommend` by objectives `time` and `knee`.
+        truths: the same of each full search.
+        training: the data of `train`, at the choice of the first sweep; None where there was none.
+    """
+    rows: list[Row] = []
+    for number, sweep in sweeps.items():
+        rows += compare_candidates(job, number, sweep, truths)
+        rows += compare_choices(job, number, sweep, truths)
+    if training is not None:
+        rows += compare_training(job, sweeps[1], training)
+    return rows
+
+
+def compare_candidates(job: str, sweep_number: int, sweep: Data, truths: Sequence[Data]) -> Iterator[Row]:
+    """Compare the step time of every candidate with the probes of each full search, and the parts of those without a probe."""
+    for number, truth in enumerate(truths, 1):
+        steps = _measured_steps(truth)
+        parts_measured = {_configuration(row): _parts(row) for row in truth["time"]["rows"] if row["measured"]}
+        for row in sweep["time"]["rows"]:
+            where = _configuration(row)
+            if where not in steps:
+                continue
+            common = (job, sweep_number), (*where, row["measured"])
+            yield _row(common, "step", (row["step_time"], row["step_low"], row["step_high"]), str(number), steps[where])
+            if row["measured"]:
+                continue
+            actual = parts_measured.get(where, {})
+            for name, value in _parts(row).items():
+                if name in actual:
+                    interval = _time_interval(row) if name == "time" else (None, None)
+                    yield _row(common, name, (value, *interval), str(number), actual[name])
+
+
+def compare_choices(job: str, sweep_number: int, sweep: Data, truths: Sequence[Data]) -> Iterator[Row]:
+    """Compare the fastest choice with the fastest of the full searches by their mean times, and the knees of both."""
+    times: dict[Configuration, list[float]] = {}
+    for truth in truths:
+        for row in truth["time"]["rows"]:
+            times.setdefault(_configuration(row), []).append(3600 * row["hours"])
+    means = {where: statistics.fmean(values) for where, values in times.items() if len(values) == len(truths)}
+    choice = _configuration(sweep["time"]["choice"])
+    if choice in means:
+        lost = means[choice] / min(means.values()) - 1
+        yield _row(
+            ((job, sweep_number), (*choice, sweep["time"]["choice"]["measured"])),
+            "time lost",
+            (None, None, None),
+            MEAN,
+            lost,
+        )
+    knee = sweep["knee"]["choice"]
+    for number, truth in enumerate(truths, 1):
+        common = (job, sweep_number), (*_configuration(knee), knee["measured"])
+        batch = truth["knee"]["choice"]["batch"]
+        yield _row(common, "knee", (float(knee["batch"]), None, None), str(number), float(batch))
+
+
+def compare_training(job: str, sweep: Data, training: Data) -> Iterator[Row]:
+    """Compare a training with what was predicted of it: its step, its whole time, and the parts of that."""
+    where = training["nodes"], training["batch"]
+    choice = next((row for row in sweep["time"]["rows"] if _configuration(row) == where), {})
+    common = (job, 1), (*where, bool(choice.get("measured")))
+    step = training["predicted_step"], choice.get("step_low"), choice.get("step_high")
+    if training["actual_step"] is not None:
+        yield _row(common, "step", step, TRAINING, training["actual_step"])
+    if training["predicted_hours"] is not None:
+        time = 3600 * training["predicted_hours"], *_time_interval(choice)
+        yield _row(common, "time", time, TRAINING, 3600 * training["actual_hours"])
+    predicted, actual = training["predicted_parts"] or {}, training["actual_parts"] or {}
+    for name, value in predicted.items():
+        if (
+            value is not None and actual.get(name) is not None and (value or actual[name])
+        ):  # 0 where there is no such part
+            yield _row(common, name, (value, None, None), TRAINING, actual[name])
+
+
+def _row(
+    common: tuple[tuple[str, int], tuple[int, int, bool]],
+    quantity: str,
+    predicted: tuple[float | None, float | None, float | None],
+    truth: str,
+    actual: float,
+) -> Row:
+    return Row(*common[0], quantity, *common[1], *predicted, truth, actual)
+
+
+def _measured_steps(truth: Data) -> dict[Configuration, float]:
+    return {
+        (probe["nodes"], probe["batch"]): statistics.fmean(probe["step_times"])
+        for probe in truth["profile"]["measured"]
+    }
+
+
+def _configuration(row: Data) -> Configuration:
+    return row["nodes"], row["batch"]
+
+
+def _time_interval(row: Data) -> tuple[float | None, float | None]:
+    low, high = row.get("hours_low"), row.get("hours_high")
+    return None if low is None else 3600 * low, None if high is None else 3600 * high
+
+
+def _parts(row: Data) -> dict[str, float]:
+    """Return the seconds of the whole training and of its parts, as far as they are known and there are such."""
+    parts = {name: value for name, value in (row["parts"] or {}).items() if value}
+    return {"time": 3600 * row["hours"], **parts}
+
+
+# --- the kept file
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write the rows as CSV, numbers with four digits."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for field in fields(Row)])
+        for row in rows:
+            writer.writerow([_cell(value) for value in asdict(row).values()])
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read what `write_rows` has written; exit with a message where the file has other columns."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != [field.name for field in fields(Row)]:
+            raise SystemExit(f"{path} does not hold rows of this benchmark")
+        return [
+            Row(
+                job=line["job"], sweep=int(line["sweep"]), quantity=line["quantity"], nodes=int(line["nodes"]),
+                batch=int(line["batch"]), probed=line["probed"] == "1", predicted=_number(line["predicted"]),
+                low=_number(line["low"]), high=_number(line["high"]), truth=line["truth"], actual=float(line["actual"]),
+            )
+            for line in reader
+        ]  # fmt: skip
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+# --- tables
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Return Markdown tables of the candidates, of their parts and of the trainings, and a line of parts that are far off."""
+    if not rows:
+        return "nothing to compare yet"
+    jobs = list(dict.fromkeys(row.job for row in rows))
+    lines = [
+        "| job | sweeps, full searches | unprobed: median / max error | intervals hold: unprobed, probed"
+        " | full searches differ: median / max | time lost by the choice | knee as in the full search |",
+        "|" + "---|" * 7,
+        *(_candidates_line(job, [row for row in rows if row.job == job]) for job in jobs),
+        "",
+        "| job | part of an unprobed configuration | median / max error | full searches differ: median / max |",
+        "|" + "---|" * 4,
+        *(line for job in jobs for line in _part_lines(job, [row for row in rows if row.job == job])),
+        "",
+        "| job | training | part | predicted (s) | actual (s) | error | in the interval |",
+        "|" + "---|" * 7,
+        *(_training_line(row) for row in rows if row.truth == TRAINING),
+    ]
+    if far := far_off(rows):
+        lines += ["", f"more than {FAR_OFF:.0%} off: " + "; ".join(far)]
+    return "\n".join(lines)
+
+
+def _candidates_line(job: str, rows: Sequence[Row]) -> str:
+    steps = [row for row in rows if row.quantity == "step" and row.truth != TRAINING]
+    lost = [row.actual for row in rows if row.quantity == "time lost"]
+    knees = [row.predicted == row.actual for row in rows if row.quantity == "knee"]
+    sweeps, truths = {row.sweep for row in rows}, {row.truth for row in steps}
+    cells = [
+        job,
+        f"{len(sweeps)}, {len(truths)}",
+        _spread([row for row in steps if not row.probed]),
+        ", ".join(_coverage([row for row in steps if row.probed is probed]) for probed in (False, True)),
+        _repeat_noise(steps),
+        f"{statistics.fmean(lost):.1%}, at most {max(lost):.1%}" if lost else "",
+        f"{sum(knees)} of {len(knees)}" if knees else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _part_lines(job: str, rows: Sequence[Row]) -> Iterator[str]:
+    parts = [row for row in rows if row.truth not in (TRAINING, MEAN) and row.quantity not in ("step", "knee")]
+    for name in dict.fromkeys(row.quantity for row in parts):
+        part = [row for row in parts if row.quantity == name]
+        yield f"| {job} | {name} | {_spread(part)} | {_repeat_noise(part)} |"
+
+
+def _training_line(row: Row) -> str:
+    inside = {None: "", True: "yes", False: "no"}[row.is_inside]
+    predicted = "" if row.predicted is None else f"{row.predicted:.3g}"
+    where = f"{plural(row.nodes, 'node')}, batch {row.batch}"
+    return (
+        f"| {row.job} | {where} | {row.quantity} | {predicted} | {row.actual:.3g} | {_signed(row.error)} | {inside} |"
+    )
+
+
+def errors(rows: Iterable[Row]) -> list[float]:
+    """Return the absolute errors of the predictions against the mean of the full searches, one of each sweep and configuration."""
+    groups: dict[tuple[int, int, int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.sweep, row.nodes, row.batch, row.quantity), []).append(row)
+    values = []
+    for group in groups.values():
+        actual, predicted = statistics.fmean(row.actual for row in group), group[0].predicted
+        if actual and predicted is not None:
+            values.append(abs(predicted / actual - 1))
+    return values
+
+
+def _spread(rows: Sequence[Row]) -> str:
+    values = errors(rows)
+    return f"{statistics.median(values):.1%} / {max(values):.1%}" if values else "none"
+
+
+def _coverage(rows: Iterable[Row]) -> str:
+    inside = [row.is_inside for row in rows if row.is_inside is not None]
+    return f"{statistics.fmean(inside):.0%} of {len(inside)}" if inside else "none"
+
+
+def repeat_differences(rows: Iterable[Row]) -> list[float]:
+    """Return by how much the largest measurement of each configuration exceeds the smallest, over the full searches."""
+    groups: dict[Configuration, dict[str, float]] = {}
+    for row in rows:
+        groups.setdefault((row.nodes, row.batch), {})[row.truth] = row.actual
+    repeated = [list(values.values()) for values in groups.values() if len(values) > 1]
+    return [max(values) / min(values) - 1 for values in repeated if min(values) > 0]
+
+
+def _repeat_noise(rows: Sequence[Row]) -> str:
+    values = repeat_differences(rows)
+    return f"{statistics.median(values):.1%} / {max(values):.1%}" if values else "none"
+
+
+def _signed(share: float) -> str:
+    return f"{share:+.1%}"
+
+
+def far_off(rows: Sequence[Row]) -> list[str]:
+    """Name the steps and parts that are off by more than FAR_OFF, and are not small beside the whole."""
+    wholes = {
+        (row.job, row.sweep, row.nodes, row.batch, row.truth): row.actual for row in rows if row.quantity == "time"
+    }
+    names = []
+    for row in rows:
+        whole = wholes.get((row.job, row.sweep, row.nodes, row.batch, row.truth))
+        is_small = row.quantity != "step" and (
+            whole is None or max(row.actual, row.predicted or 0) < SMALL_PART * whole
+        )
+        if row.truth == TRAINING and abs(row.error) > FAR_OFF and not is_small:
+            names.append(f"{row.job}, training: {row.quantity} {_signed(row.error)}")
+    for job, quantity in dict.fromkeys((row.job, row.quantity) for row in rows):
+        part = [
+            r
+            for r in rows
+            if (r.job, r.quantity) == (job, quantity) and r.truth not in (TRAINING, MEAN) and not r.probed
+        ]
+        if quantity != "knee" and (values := errors(part)) and statistics.median(values) > FAR_OFF:
+            names.append(f"{job}, unprobed: {quantity} {statistics.median(values):.0%} in the median")
+    return names

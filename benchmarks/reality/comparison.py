@@ -24,11 +24,11 @@ class Row:
 
     job: str
     sweep: int  # whose predictions are compared
-    quantity: str  # "step", "time" and the parts of it (seconds); "time lost" (share), "knee" (batch)
     nodes: int
     batch: int  # global
     probed: bool  # the sweep has measured this configuration
-    predicted: float | None
+    quantity: str  # "step", "time" and the parts of it (seconds); "time lost" (share), "knee" (batch)
+    predicted: float
     low: float | None  # 90 % interval
     high: float | None
     truth: str  # number of the full search, MEAN of all of them, or TRAINING
@@ -36,10 +36,8 @@ class Row:
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction; infinite where the actual value is 0 and the predicted one is not."""
-        if self.predicted is None or self.predicted == self.actual:
-            return 0.0
-        return self.predicted / self.actual - 1 if self.actual else float("inf")
+        """The relative error of the prediction."""
+        return self.predicted / self.actual - 1
 
     @property
     def is_inside(self) -> bool | None:
@@ -68,77 +66,55 @@ def compare_job(job: str, sweeps: Mapping[int, Data], truths: Sequence[Data], tr
     return rows
 
 
-def compare_candidates(job: str, sweep_number: int, sweep: Data, truths: Sequence[Data]) -> Iterator[Row]:
+def compare_candidates(job: str, number: int, sweep: Data, truths: Sequence[Data]) -> Iterator[Row]:
     """Compare the step time of every candidate with the probes of each full search, and the parts of those without a probe."""
-    for number, truth in enumerate(truths, 1):
+    for truth_number, truth in enumerate(truths, 1):
         steps = _measured_steps(truth)
-        parts_measured = {_configuration(row): _parts(row) for row in truth["time"]["rows"] if row["measured"]}
+        parts = {_configuration(row): _parts(row) for row in truth["time"]["rows"] if row["measured"]}
         for row in sweep["time"]["rows"]:
             where = _configuration(row)
             if where not in steps:
                 continue
-            common = (job, sweep_number), (*where, row["measured"])
-            yield _row(common, "step", (row["step_time"], row["step_low"], row["step_high"]), str(number), steps[where])
-            if row["measured"]:
-                continue
-            actual = parts_measured.get(where, {})
+            key = job, number, *where, row["measured"]
+            step = row["step_time"], row["step_low"], row["step_high"]
+            yield Row(*key, "step", *step, str(truth_number), steps[where])
             for name, value in _parts(row).items():
-                if name in actual:
+                actual = parts[where].get(name)
+                if actual and not row["measured"]:
                     interval = _time_interval(row) if name == "time" else (None, None)
-                    yield _row(common, name, (value, *interval), str(number), actual[name])
+                    yield Row(*key, name, value, *interval, str(truth_number), actual)
 
 
-def compare_choices(job: str, sweep_number: int, sweep: Data, truths: Sequence[Data]) -> Iterator[Row]:
+def compare_choices(job: str, number: int, sweep: Data, truths: Sequence[Data]) -> Iterator[Row]:
     """Compare the fastest choice with the fastest of the full searches by their mean times, and the knees of both."""
     times: dict[Configuration, list[float]] = {}
     for truth in truths:
         for row in truth["time"]["rows"]:
             times.setdefault(_configuration(row), []).append(3600 * row["hours"])
     means = {where: statistics.fmean(values) for where, values in times.items() if len(values) == len(truths)}
-    choice = _configuration(sweep["time"]["choice"])
-    if choice in means:
-        lost = means[choice] / min(means.values()) - 1
-        yield _row(
-            ((job, sweep_number), (*choice, sweep["time"]["choice"]["measured"])),
-            "time lost",
-            (None, None, None),
-            MEAN,
-            lost,
-        )
-    knee = sweep["knee"]["choice"]
-    for number, truth in enumerate(truths, 1):
-        common = (job, sweep_number), (*_configuration(knee), knee["measured"])
-        batch = truth["knee"]["choice"]["batch"]
-        yield _row(common, "knee", (float(knee["batch"]), None, None), str(number), float(batch))
+    choice, knee = sweep["time"]["choice"], sweep["knee"]["choice"]
+    if _configuration(choice) in means:
+        lost = means[_configuration(choice)] / min(means.values()) - 1
+        yield Row(job, number, *_configuration(choice), choice["measured"], "time lost", 0.0, None, None, MEAN, lost)
+    key = job, number, *_configuration(knee), knee["measured"]
+    for truth_number, truth in enumerate(truths, 1):
+        actual = float(truth["knee"]["choice"]["batch"])
+        yield Row(*key, "knee", float(knee["batch"]), None, None, str(truth_number), actual)
 
 
 def compare_training(job: str, sweep: Data, training: Data) -> Iterator[Row]:
     """Compare a training with what was predicted of it: its step, its whole time, and the parts of that."""
     where = training["nodes"], training["batch"]
     choice = next((row for row in sweep["time"]["rows"] if _configuration(row) == where), {})
-    common = (job, 1), (*where, bool(choice.get("measured")))
+    key = job, 1, *where, bool(choice.get("measured"))
     step = training["predicted_step"], choice.get("step_low"), choice.get("step_high")
-    if training["actual_step"] is not None:
-        yield _row(common, "step", step, TRAINING, training["actual_step"])
-    if training["predicted_hours"] is not None:
-        time = 3600 * training["predicted_hours"], *_time_interval(choice)
-        yield _row(common, "time", time, TRAINING, 3600 * training["actual_hours"])
+    time = 3600 * training["predicted_hours"], *_time_interval(choice)
+    yield Row(*key, "step", *step, TRAINING, training["actual_step"])
+    yield Row(*key, "time", *time, TRAINING, 3600 * training["actual_hours"])
     predicted, actual = training["predicted_parts"] or {}, training["actual_parts"] or {}
     for name, value in predicted.items():
-        if (
-            value is not None and actual.get(name) is not None and (value or actual[name])
-        ):  # 0 where there is no such part
-            yield _row(common, name, (value, None, None), TRAINING, actual[name])
-
-
-def _row(
-    common: tuple[tuple[str, int], tuple[int, int, bool]],
-    quantity: str,
-    predicted: tuple[float | None, float | None, float | None],
-    truth: str,
-    actual: float,
-) -> Row:
-    return Row(*common[0], quantity, *common[1], *predicted, truth, actual)
+        if value is not None and actual.get(name):  # 0 where a training has no such part
+            yield Row(*key, name, value, None, None, TRAINING, actual[name])
 
 
 def _measured_steps(truth: Data) -> dict[Configuration, float]:
@@ -158,7 +134,7 @@ def _time_interval(row: Data) -> tuple[float | None, float | None]:
 
 
 def _parts(row: Data) -> dict[str, float]:
-    """Return the seconds of the whole training and of its parts, as far as they are known and there are such."""
+    """Return the seconds of the whole training and of its parts that are known and not 0."""
     parts = {name: value for name, value in (row["parts"] or {}).items() if value}
     return {"time": 3600 * row["hours"], **parts}
 
@@ -190,7 +166,7 @@ def read_rows(path: Path) -> list[Row]:
         return [
             Row(
                 job=line["job"], sweep=int(line["sweep"]), quantity=line["quantity"], nodes=int(line["nodes"]),
-                batch=int(line["batch"]), probed=line["probed"] == "1", predicted=_number(line["predicted"]),
+                batch=int(line["batch"]), probed=line["probed"] == "1", predicted=float(line["predicted"]),
                 low=_number(line["low"]), high=_number(line["high"]), truth=line["truth"], actual=float(line["actual"]),
             )
             for line in reader
@@ -254,11 +230,8 @@ def _part_lines(job: str, rows: Sequence[Row]) -> Iterator[str]:
 
 def _training_line(row: Row) -> str:
     inside = {None: "", True: "yes", False: "no"}[row.is_inside]
-    predicted = "" if row.predicted is None else f"{row.predicted:.3g}"
     where = f"{plural(row.nodes, 'node')}, batch {row.batch}"
-    return (
-        f"| {row.job} | {where} | {row.quantity} | {predicted} | {row.actual:.3g} | {_signed(row.error)} | {inside} |"
-    )
+    return f"| {row.job} | {where} | {row.quantity} | {row.predicted:.3g} | {row.actual:.3g} | {row.error:+.1%} | {inside} |"
 
 
 def errors(rows: Iterable[Row]) -> list[float]:
@@ -268,9 +241,8 @@ def errors(rows: Iterable[Row]) -> list[float]:
         groups.setdefault((row.sweep, row.nodes, row.batch, row.quantity), []).append(row)
     values = []
     for group in groups.values():
-        actual, predicted = statistics.fmean(row.actual for row in group), group[0].predicted
-        if actual and predicted is not None:
-            values.append(abs(predicted / actual - 1))
+        actual = statistics.fmean(row.actual for row in group)
+        values.append(abs(group[0].predicted / actual - 1))
     return values
 
 
@@ -290,7 +262,7 @@ def repeat_differences(rows: Iterable[Row]) -> list[float]:
     for row in rows:
         groups.setdefault((row.nodes, row.batch), {})[row.truth] = row.actual
     repeated = [list(values.values()) for values in groups.values() if len(values) > 1]
-    return [max(values) / min(values) - 1 for values in repeated if min(values) > 0]
+    return [max(values) / min(values) - 1 for values in repeated]
 
 
 def _repeat_noise(rows: Sequence[Row]) -> str:
@@ -298,29 +270,17 @@ def _repeat_noise(rows: Sequence[Row]) -> str:
     return f"{statistics.median(values):.1%} / {max(values):.1%}" if values else "none"
 
 
-def _signed(share: float) -> str:
-    return f"{share:+.1%}"
-
-
 def far_off(rows: Sequence[Row]) -> list[str]:
-    """Name the steps and parts that are off by more than FAR_OFF, and are not small beside the whole."""
-    wholes = {
-        (row.job, row.sweep, row.nodes, row.batch, row.truth): row.actual for row in rows if row.quantity == "time"
-    }
-    names = []
-    for row in rows:
-        whole = wholes.get((row.job, row.sweep, row.nodes, row.batch, row.truth))
-        is_small = row.quantity != "step" and (
-            whole is None or max(row.actual, row.predicted or 0) < SMALL_PART * whole
-        )
-        if row.truth == TRAINING and abs(row.error) > FAR_OFF and not is_small:
-            names.append(f"{row.job}, training: {row.quantity} {_signed(row.error)}")
-    for job, quantity in dict.fromkeys((row.job, row.quantity) for row in rows):
-        part = [
-            r
-            for r in rows
-            if (r.job, r.quantity) == (job, quantity) and r.truth not in (TRAINING, MEAN) and not r.probed
-        ]
-        if quantity != "knee" and (values := errors(part)) and statistics.median(values) > FAR_OFF:
-            names.append(f"{job}, unprobed: {quantity} {statistics.median(values):.0%} in the median")
+    """Name the steps and parts that are off by more than FAR_OFF; of a training those that are not small beside the whole."""
+    whole = {row.job: row.actual for row in rows if row.truth == TRAINING and row.quantity == "time"}
+    names = [
+        f"{row.job}, training: {row.quantity} {row.error:+.1%}"
+        for row in rows
+        if row.truth == TRAINING and abs(row.error) > FAR_OFF
+        if row.quantity == "step" or max(row.actual, row.predicted) > SMALL_PART * whole[row.job]
+    ]
+    unprobed = [row for row in rows if row.truth not in (TRAINING, MEAN) and row.quantity != "knee" and not row.probed]
+    for job, quantity in dict.fromkeys((row.job, row.quantity) for row in unprobed):
+        error = statistics.median(errors(row for row in unprobed if (row.job, row.quantity) == (job, quantity)))
+        names += [f"{job}, unprobed: {quantity} {error:.0%} in the median"] * (error > FAR_OFF)
     return names

@@ -105,7 +105,7 @@ def compare_choices(job: str, number: int, sweep: Data, truths: Sequence[Data]) 
 def compare_training(job: str, sweep: Data, training: Data) -> Iterator[Row]:
     """Compare a training with what was predicted of it: its step, its whole time, and the parts of that."""
     where = training["nodes"], training["batch"]
-    choice = next((row for row in sweep["time"]["rows"] if _configuration(row) == where), {})
+    choice: Data = next((row for row in sweep["time"]["rows"] if _configuration(row) == where), {})
     key = job, 1, *where, bool(choice.get("measured"))
     step = training["predicted_step"], choice.get("step_low"), choice.get("step_high")
     time = 3600 * training["predicted_hours"], *_time_interval(choice)

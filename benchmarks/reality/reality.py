@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -312,7 +312,10 @@ def main() -> int:
     deadline = time.monotonic() + options.budget
     stages = planned_stages(jobs, sweeps=options.sweeps, full=options.full)
     needs_cluster = any(on_links(stage.job) and not stage.path(out).exists() for stage in stages)
-    with cluster_with_links(options.rate, options.delay) if needs_cluster else nullcontext({}) as cluster:
+    links: AbstractContextManager[dict[str, str]] = (
+        cluster_with_links(options.rate, options.delay) if needs_cluster else nullcontext({})
+    )
+    with links as cluster:
         missing = list(run_stages(stages, out, deadline=deadline, tiny=options.tiny, cluster=cluster))
     for stage, reason in missing:
         print(f"missing: {stage.job} {stage.name}: {reason}", file=sys.stderr)

@@ -123,7 +123,7 @@ def planned_stages(jobs: Sequence[str], *, sweeps: int, full: int) -> list[Stage
 def job_text(job: str, strategy: str, *, tiny: bool) -> str:
     """Return the job file of a job."""
     kind = job.removesuffix(LINKS)
-    epochs, nodes, steps, seconds = (1, [1, 2], 5, 0.001) if tiny else (10, [1, 2, 4], 10, 2)
+    epochs, nodes, steps, seconds = (1, [1, 2], 5, 0.001) if tiny else (10, [1, 2, 4], 10, 1.5)
     if kind == "script":
         work = SCRIPT.replace("EPOCHS", str(epochs))
         train = "{method: lbt}"

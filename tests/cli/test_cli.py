@@ -485,19 +485,14 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
     assert "as recommended (knee; 20" in tula("train", "--dry-run").out
 
 
-def test_a_what_if_is_shown_and_never_what_training_takes(cluster):
-    tula("profile", "job.yaml")
-    asked = ("recommend", "--what-if", "interconnect=4x", "--what-if", "compute=2.1x")
-    shown = tula(*asked)
-    assert (
-        shown.out.startswith("WHAT IF") and "what-if" in shown.out and "measured" not in shown.out.split("* chosen")[0]
-    )
-    assert "only shown: nothing of a what-if is saved" in shown.err and newest().recommendation() is None
-    told = tula(*asked, "--json").json["data"]
-    assert told["saved"] is False and told["what_if"]["asked"] == ["interconnect=4x", "compute=2.1x"]
-    assert all(row["what_if"] for row in told["rows"]) and told["what_if"]["as_it_is"]["measured"]
-    refused = tula(*asked, "--save", "--json")
-    assert refused.code == 2 and "--what-if" in refused.json["error"]["message"] and newest().recommendation() is None
+@pytest.mark.parametrize(
+    ("option", "replacement"),
+    [(("--what-if", "compute=2.1x"), "run tula profile on that hardware")],
+)
+def test_a_removed_option_of_recommend_names_its_replacement(cluster, option, replacement):
+    refused = tula("recommend", *option)
+    assert refused.code == 2
+    assert f"tula recommend has no option {option[0]} any more\nHINT: {replacement}" in refused.err
 
 
 def test_a_run_with_other_gpus_a_node_tells_of_more_nodes(cluster):

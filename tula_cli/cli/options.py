@@ -108,15 +108,6 @@ WithRun = Annotated[
         help="Fit the probes of this run too: the same job with another number of GPUs a node; may be repeated.",
     ),
 ]
-WhatIf = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--what-if",
-        metavar="PART=VALUE",
-        help="Suppose another network (interconnect=200Gbit, or 4x as fast) or other GPUs (compute=2.1x, your own ratio);"
-        " may be repeated, and is never saved.",
-    ),
-]
 TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")]
 TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]
 Rehearse = Annotated[

@@ -26,7 +26,6 @@ from tula_cli.cli.options import (
     Root,
     Save,
     Validate,
-    WhatIf,
     WithRun,
 )
 from tula_cli.cli.runs import open_run
@@ -60,7 +59,6 @@ def recommend(
     node_type: NodeType = None,
     from_training: FromTraining = False,
     with_run: WithRun = None,
-    what_if: WhatIf = None,
     pareto: Pareto = False,
     every: Every = False,
     validate: Validate = False,
@@ -80,8 +78,8 @@ def recommend(
 
     run, spec = _measured(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
-    runs, supposed = tuple(with_run or ()), tuple(what_if or ())
-    criteria = Criteria(objective, limits, curve, node_type, from_training, runs, supposed)
+    runs = tuple(with_run or ())
+    criteria = Criteria(objective, limits, curve, node_type, from_training, runs)
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = service.answer_query(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
     found = answer.recommendation

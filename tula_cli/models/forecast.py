@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
@@ -35,7 +35,6 @@ from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.calibration import AS_MODELLED
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers
-from tula_cli.models.time.what_if import Change, supposed
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
@@ -127,17 +126,6 @@ class Forecast(Known):
             trained=stretches.group_by_configuration(trained),
             calibration=calibration,
         )
-
-    def with_change(self, change: Change) -> "Forecast":
-        """Return what the same configurations would take on another network, or on other GPUs: nothing of it is measured.
-
-        Memory, and what there is beside the steps, stay as they were measured; the energy of other GPUs is not known.
-
-        Raises:
-            BadMeasurements: the probes do not tell what is to be changed.
-        """
-        steps = supposed(self.steps, change, list(self.probes.values()), self.spec)
-        return replace(self, steps=steps, supposed=True, power=None if change.compute else self.power)
 
     def largest_local_batch(self, nodes: int) -> int | None:
         """Return the largest local batch on a number of nodes that leaves the margin free; None where memory sets no bound."""
@@ -335,9 +323,7 @@ class Forecast(Known):
         nodes, batch, size = columns([smaller])[0], columns([config])[1], smaller.local_batch(gpus)
         probes = self.trainings.probes_at(nodes, np.array([size]))
         step = self._steps(*columns([smaller]))
-        alone = (probes and not self.supposed and probes[0].compute_time) or self.steps.compute(
-            config.nodes, gpus, size
-        )
+        alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
         longer = step.times(1 + (split - 1) * alone / float(step.seconds[0]))
         return self.trainings.on_demand(nodes, batch, longer, {}, held=np.array([size])).record(0)
 
@@ -346,12 +332,11 @@ class Forecast(Known):
         return row if row is None or market == "on_demand" else self.on_spot(row)
 
     def _steps(self, nodes: Ints, batch: Ints) -> Steps:
-        """Return the step times, measured where they were and nothing is supposed."""
+        """Return the step times, measured where they were."""
         gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
         seconds, low, high = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
         fitted = np.full(len(nodes), np.nan)
-        measured = [] if self.supposed else [*self.probes, *self.trained]
-        configurations = found_at(measured, nodes, local_batch)
+        configurations = found_at([*self.probes, *self.trained], nodes, local_batch)
         at = list(configurations)
         repeats = self.steps.repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
         for (index, configuration), spread in zip(configurations.items(), repeats, strict=True):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models import cost
 from tula_cli.models.choice import pareto
 from tula_cli.models.choice.grid import Config
@@ -38,7 +37,6 @@ from tula_cli.services.recommendation.beyond.lengths import predict_lengths
 from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
 from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, with_waits
 from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
-from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
 from tula_cli.services.recommendation.beyond.wall_times import describe_chain
 from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes
 from tula_cli.services.recommendation.fallback import first_fallback
@@ -79,7 +77,6 @@ def recommend(
     overrides: Sequence[str] = (),
     pending: int | Mapping[str | None, int] = 0,
     from_training: bool = False,
-    what_if: Sequence[str] = (),
     with_runs: Sequence[Path] = (),
     queue: Queue | None = None,
     now: float,
@@ -103,7 +100,6 @@ def recommend(
         overrides: what of `spec` is not the job's own; for the record.
         pending: probes that are queued or running; by node type where the job names any.
         from_training: go by the steps of the training under way, to whose pace the probes are brought.
-        what_if: suppose another network, or other GPUs ("interconnect=4x", "compute=2.1x"); such an answer is never kept.
         with_runs: of the same job with other numbers of GPUs a node: the step time is fitted to their probes as well.
         queue: of objective result-time: who knows of waits; the site's SLURM where nothing is said.
         now: Unix time.
@@ -112,17 +108,16 @@ def recommend(
         Pending: probes are under way, and those done do not determine the answer yet.
         BadMeasurements: too few probes, or none that can be used together.
         Infeasible: nothing fits, or nothing satisfies the limits; names the binding one and the closest configuration.
-        SpecError: the job names no such node type, what is supposed cannot be, or there is no queue to ask.
+        SpecError: the job names no such node type, or there is no queue to ask.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     training, parts = _parts_of_query(
         run.parts(with_site_billing(spec, run.path.parent), node_type), from_training=from_training
     )
     other_sizes, size_warnings = of_runs(run, spec, with_runs)
-    all_measurements_, warnings_ = _gather_by_type(
+    all_measurements, warnings_ = _gather_by_type(
         parts, limits, pending, training, other_sizes, stage_objective(objective, curve)
     )
-    all_measurements = [each.under(parsed(what_if)) for each in all_measurements_] if what_if else all_measurements_
     all_measurements, warnings_ = (
         require_energy(all_measurements, warnings_) if objective == "energy" else (all_measurements, warnings_)
     )
@@ -146,12 +141,7 @@ def recommend(
     }
     allowed, spoken = pareto.marked(allowed), [*size_warnings, *warnings_, *untold]
     answer_ = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
-    previous_choice = (
-        _best_prediction(all_measurements_, limits, noise, objective=objective, curve=curve) if what_if else None
-    )
-    return Answer(
-        compared(answer_, what_if, all_measurements, as_it_is=previous_choice), by_type, all_measurements, allowed
-    )
+    return Answer(answer_, by_type, all_measurements, allowed)
 
 
 def _training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
@@ -189,22 +179,6 @@ def _gather_by_type(
         replace(measurements, forecast=forecast)
         for measurements, forecast in zip(measurements_found, forecasts, strict=True)
     ], [*explanations, *left_out]
-
-
-def _best_prediction(
-    all_measurements: Sequence[TypeMeasurements],
-    limits: Limits,
-    noise: Noise | None,
-    *,
-    objective: Objective,
-    curve: Curve,
-) -> Prediction | None:
-    """Return the choice; None where nothing is within the limits."""
-    try:
-        rows = pareto.marked(offers_within_limits(all_measurements, limits, noise))
-    except Infeasible:
-        return None
-    return choose(_choosable_offers(rows, all_measurements), objective=objective, curve=curve).prediction
 
 
 def _parts_of_query(parts: Sequence[Part], *, from_training: bool) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
@@ -261,7 +235,6 @@ def answer_query(
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
         pending=pending_probes(run, spec, launcher_for),
         from_training=criteria.from_training,
-        what_if=criteria.what_if,
         with_runs=criteria.with_runs,
         now=time.time(),
     )
@@ -291,9 +264,7 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
         found: the answer.
         known: the one that the run keeps.
     """
-    if (
-        recommendation.continuation is not None or recommendation.what_if is not None
-    ):  # it moves a training, or is of no nodes that there are
+    if recommendation.continuation is not None:  # it moves a training
         return False
     return not recommendation.overrides if stored is None else recommendation.criteria == stored.criteria
 
@@ -309,13 +280,7 @@ def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = Fal
 
     Raises:
         TulaError: they cannot be written.
-        SpecError: something is supposed: nothing of that was measured, and nobody is to train by it unawares.
     """
-    if answer.recommendation.what_if is not None:
-        raise SpecError(
-            "--what-if: such an answer is not saved, for tula train would take it for this cluster's",
-            "leave out --save",
-        )
     all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
     for part in run.parts(job):
         if part.type is not None and part.type in answer.by_type:

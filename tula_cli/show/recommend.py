@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import key, offer, plots
-from tula_cli.show.tables import learnt, place_of, supposed, table
+from tula_cli.show.tables import learnt, place_of, table
 from tula_cli.words import (
     duration,
     interval_of_hours,
@@ -53,9 +53,7 @@ def recommendation(
     choice = found.choice
     energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
     costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}{energy}"
-    word = "CHOSEN" if found.what_if is None else "WHAT IF"
-    yield Text.assemble((f"{word}  {place_of(choice)}: {costs}", "bold green"))
-    yield from supposed(found)
+    yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
     yield from _continuation(found)
     yield from _other_market(found)
     yield from _progress(found)
@@ -168,10 +166,6 @@ def _better(rows: Iterable["Prediction"]) -> str:
 
 def only_shown(found: "Recommendation", known: "Recommendation | None") -> str:
     """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
-    if found.what_if is not None:
-        return (
-            "only shown: nothing of a what-if is saved, and tula train takes what the cluster there is was measured for"
-        )
     if found.continuation is not None:
         return (
             "only shown: the training goes on as it is; with --save, tula cancel and tula train have it go on as chosen"
@@ -400,8 +394,6 @@ def front(found: "Recommendation") -> "Table":
 def _basis(row: "Prediction") -> str:
     if row.trained:
         return "training"
-    if row.what_if:
-        return "what-if" + ", extrapolated" * row.further
     return "measured" if row.measured else "extrapolated" if row.further else "predicted"
 
 

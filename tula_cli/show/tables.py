@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tula_cli.words import (
     configuration,
     duration,
-    interval_of_hours,
     is_cost_in_node_hours,
     moment,
     number,
@@ -146,27 +145,6 @@ def place_of(row: "Prediction") -> str:
     """Return a configuration in words, with the type and market of its nodes where there are several."""
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
-
-
-def supposed(found: "Recommendation") -> Iterator[str]:
-    """Say what is supposed, and what the choice without it takes with it and without."""
-    if found.what_if is None:
-        return
-    now, there = found.what_if.as_it_is, found.what_if.there
-    if now is None:
-        yield "as it is: no configuration is within the limits"
-    else:
-        same = there is not None and place_of(there) == place_of(found.choice)
-        with_it = (
-            "" if there is None else f"; with it {_takes(there, found)}" + ", which is the choice there too" * same
-        )
-        yield f"as it is: {place_of(now)}: {_takes(now, found)}{with_it}"
-    yield from (f"supposed: {line}" for line in found.what_if.told)
-
-
-def _takes(row: "Prediction", found: "Recommendation") -> str:
-    interval = interval_of_hours(row.hours_low, row.hours_high)
-    return f"{duration(3600 * row.hours)}{interval}, {number(row.cost)} {found.currency}"
 
 
 def or_dash(value: float | None) -> str:

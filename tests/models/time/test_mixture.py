@@ -70,19 +70,6 @@ def test_a_prediction_holds_how_far_the_members_are_apart() -> None:
     assert ((compute < step_time) & (sync > 0)).all()
 
 
-def test_each_member_is_drawn_as_often_as_it_is_likely() -> None:
-    fit = fitted([(1, 16), (1, 256), (8, 16)], overlapped=True)
-    assert isinstance(fit.model, Mixture)
-    points = fit.points([8, 8, 1], [1, 1, 1], [64, 256, 64])
-    drawn = fit.model.draws(points, count=200, measured=False)
-    assert drawn.log_step().shape == (200, 3)
-    assert int(np.sum(drawn.parts.p == 1.0)) == pytest.approx(200 * fit.model.weights[1], abs=1)
-    mean, covariance = fit.model.joint(points)
-    assert drawn.log_step().mean(axis=0) == pytest.approx(mean, abs=float(np.sqrt(np.diag(covariance)).max()))
-    again = fit.model.draws(points, count=200, measured=False)
-    assert (drawn.log_step() == again.log_step()).all()
-
-
 def test_evidence_that_leaves_no_doubt_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Overlap, "log_evidence", property(lambda model: -1e6 * model._frame.priors.p))
     model = fitted(SWEEP, overlapped=True).model

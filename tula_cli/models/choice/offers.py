@@ -82,7 +82,6 @@ class Offers:
     peak_memory: Floats
     headroom: Floats
     measured: Flags
-    what_if: Flags
     further: Flags
     refresh_share: Floats
     energy: Floats
@@ -188,7 +187,7 @@ def objects(values: Sequence[object]) -> NDArray[np.object_]:
 def _dtype(name: str) -> type:
     if name in ("nodes", "batch", "local_batch"):
         return np.int64
-    if name in ("measured", "what_if", "further", "pareto"):
+    if name in ("measured", "further", "pareto"):
         return np.bool_
     return np.str_ if name in ("type", "market", "trained") else np.float64
 

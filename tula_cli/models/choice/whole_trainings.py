@@ -63,7 +63,6 @@ class Known:
     saving: CheckpointSchedule | None  # of a script: how often it writes what it goes on from
     trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
     calibration: Calibration  # of the intervals
-    supposed: bool = False  # another network, or other GPUs, than were measured
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ class Trainings:
         paid = hours - self.stages.unused_node_hours(nodes, batch) / nodes
         reserved, headroom = self._memory(nodes, local_batch if held is None else held, probes)
         measured, width = ~np.isnan(steps.fitted), self.known.calibration
-        timed = {} if self.known.supposed else probes
         ends = width.hours / width.step
         found = Offers(
             nodes=nodes,
@@ -115,7 +113,6 @@ class Trainings:
             peak_memory=reserved,
             headroom=headroom,
             measured=measured,
-            what_if=np.full(len(nodes), self.known.supposed),
             trained=self._trained_at(nodes, local_batch, measured),
             step_widened=np.full(len(nodes), width.step),
             hours_widened=np.full(len(nodes), width.hours),
@@ -129,9 +126,9 @@ class Trainings:
             market=np.full(len(nodes), "on_demand"),
             pareto=np.zeros(len(nodes), dtype=bool),
             stages=self.stages.stages_column(nodes, batch),
-            parts=None if self.known.spec.script else _parts(time, steps.seconds, timed),
+            parts=None if self.known.spec.script else _parts(time, steps.seconds, probes),
         )
-        return found if self.known.power is None else self._with_energy(found, timed, self.known.power)
+        return found if self.known.power is None else self._with_energy(found, probes, self.known.power)
 
     def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return what a GPU reserves (bytes), as it was measured where it was, and the share of its memory that stays free."""

@@ -131,16 +131,15 @@ class ModelValues:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step consists of at some points, for one set of coordinates, shape (n,), or for many, shape (k, n)."""
+    """What a step consists of at some points, shape (n,)."""
 
     log_compute: Floats
     log_across: Floats  # synchronisation between nodes; -inf where there is none
     log_inside: Floats  # and what comes to it inside a node; likewise
     floor: Floats  # share of the floor in the compute's sum of q-th powers
-    forward: Floats  # phi, shape (1,) or (k, 1)
+    forward: Floats  # phi, shape (1,)
     exposed: Floats  # tau, likewise
-    p: float | Floats  # an array, shape (k, 1), of draws of several fits
-    q: float
+    p: float
 
     def log_step(self) -> Floats:
         """Return ln of the step's seconds: the parts, overlapped."""
@@ -165,14 +164,14 @@ def step_parts_at(z: Floats, at: FeaturePoints) -> Parts:
     """Return what the steps at points consist of.
 
     Args:
-        z: whitened coordinates, shape (size,), or (k, size) for as many sets of them.
+        z: whitened coordinates, shape (size,).
         at: the points.
     """
     frame, priors, parameter_count = at.frame, at.frame.priors, PARAMETERS
-    theta, residuals = priors.means + priors.sds * z[..., :parameter_count], z[..., parameter_count:]
-    u, v = residuals[..., : at.u.shape[1]], residuals[..., at.u.shape[1] :]
+    theta, residuals = priors.means + priors.sds * z[:parameter_count], z[parameter_count:]
+    u, v = residuals[: at.u.shape[1]], residuals[at.u.shape[1] :]
     slope, floor, level, growth, inside, forward, exposed, shared, inner, crowded = (
-        theta[..., [i]] for i in range(parameter_count)
+        theta[[i]] for i in range(parameter_count)
     )
     log_slope = frame.log_scale + slope + at.log_batch
     log_floor = frame.log_scale + slope + floor + frame.log_batch + crowded * at.log_gpus
@@ -193,7 +192,6 @@ def step_parts_at(z: Floats, at: FeaturePoints) -> Parts:
         forward=1 / (1 + np.exp(-np.clip(forward, -30.0, 30.0))),
         exposed=np.exp(np.minimum(exposed, 5.0)),
         p=priors.p,
-        q=priors.q,
     )
 
 

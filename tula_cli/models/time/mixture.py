@@ -8,14 +8,13 @@ holds how far the two are apart.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tula_cli.models.time import overlap
-from tula_cli.models.time.formulas import Parts, Points
-from tula_cli.models.time.overlap import Draws, Overlap, Posterior
+from tula_cli.models.time.formulas import Points
+from tula_cli.models.time.overlap import Overlap, Posterior
 from tula_cli.models.time.priors import PRIORS, Floats, Priors
 
 _ADDITIVE = 1 / 21
@@ -55,20 +54,6 @@ class Mixture:
         deviations = means - mean
         return mean, np.tensordot(self.weights, covariances, 1) + (self.weights * deviations.T) @ deviations
 
-    def draws(self, points: Points, *, count: int, measured: bool) -> Draws:
-        """Return as many draws of each member as its probability makes of `count`, in order; always the same."""
-        ends = np.round(np.cumsum(self.weights) * count).astype(int)
-        counts = np.diff(ends, prepend=0)
-        drawn = [
-            member.draws(points, count=int(share), measured=measured)
-            for member, share in zip(self.members, counts, strict=True)
-            if share
-        ]
-        return Draws(
-            _join_parts([member_draws.parts for member_draws in drawn]),
-            np.vstack([member_draws.local for member_draws in drawn]),
-        )
-
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self.weights @ np.square([member.measurement_noise(points) for member in self.members]))
@@ -103,15 +88,3 @@ def fit_step_model(
     log_odds = math.log(_ADDITIVE / (1 - _ADDITIVE)) + additive.log_evidence - overlapped.log_evidence
     odds = math.exp(min(_MAX_LOG_ODDS, log_odds))
     return Mixture((overlapped, additive), np.array([1.0, odds]) / (1 + odds))
-
-
-def _join_parts(member_parts: Sequence[Parts]) -> Parts:
-    """Return the draws of several members below each other; what all draws of a member share becomes a column."""
-
-    def rows(name: str) -> Floats:
-        columns = [np.atleast_2d(getattr(member, name)) for member in member_parts]
-        return np.vstack(
-            [np.broadcast_to(c, (len(p.log_compute), c.shape[1])) for c, p in zip(columns, member_parts, strict=True)]
-        )
-
-    return Parts(**{field.name: rows(field.name) for field in fields(Parts) if field.name != "q"}, q=member_parts[0].q)

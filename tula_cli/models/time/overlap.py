@@ -23,7 +23,7 @@ Times are seconds, batches samples, and everything is fitted in logarithms: erro
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -32,11 +32,9 @@ import numpy as np
 from tula_cli.models.time.formulas import (
     FeaturePoints,
     ModelValues,
-    Parts,
     Points,
     ReferenceFrame,
     evaluate,
-    step_parts_at,
 )
 from tula_cli.models.time.priors import LEVEL, PARAMETERS, PRIORS, SHAPES, Flags, Floats, Priors
 from tula_cli.models.time.residuals import Rows
@@ -49,8 +47,6 @@ _ROUNDS = 3  # of estimating the noise
 _ITERATIONS = 25
 _TOLERANCE = 1e-4
 _LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps alone begins at, in standard deviations
-_PROPOSED = 16  # coordinates that each draw of them is taken from
-_TAILS = 6.0  # degrees of freedom of the distribution that they are proposed by
 
 
 @dataclass(frozen=True)
@@ -62,17 +58,6 @@ class Posterior:
     compute: Floats  # expected squares of the residual's whitened coordinates: 1 where it goes as far as its prior says
     sync: Floats
     noise: float  # as a multiple of that of the priors
-
-
-@dataclass(frozen=True)
-class Draws:
-    """Steps as they may be together at some points, by all that the probes leave open: a row a draw."""
-
-    parts: Parts  # its arrays have shape (count, n)
-    local: Floats  # residual of ln t, shape (count, n)
-
-    def log_step(self) -> Floats:
-        return self.parts.log_step() + self.local
 
 
 @dataclass(frozen=True)
@@ -106,37 +91,6 @@ class Overlap:
         covariance += v * np.outer(values.by_across, values.by_across)
         covariance += rows.covariance(rows, self._frame.priors) - whitened.T @ whitened
         return values.log_step + whitened.T @ self._fitted.residuals, covariance
-
-    def draws(self, points: Points, *, count: int, measured: bool) -> Draws:
-        """Return compute and synchronisation as they may be together; always the same.
-
-        What a probe tells is their overlapped sum, so that far more is open of each than of the step. The posterior is not
-        that of the linearised model: synchronisation that is hidden may be anything shorter, and nothing longer.
-
-        Args:
-            points: where.
-            count: of the draws.
-            measured: with the noise of one measurement.
-        """
-        at, n, priors, rng = self._frame.at(points), len(points), self._frame.priors, np.random.default_rng(0)
-        z, residuals = self._fitted.draws(self._data, count, rng)
-        # What is local to (batch, nodes): of ln t, ln c and ln m between nodes.
-        of = 2 if at.frame.gpus is None else 3
-        columns = (np.tile(value, of) for value in (points.local_batch, points.replicas, points.sizes))
-        rows = Rows(*columns, *np.repeat(np.eye(3, of), n, axis=1))
-        whitened = self._fitted.spread.whitener @ self._fitted.spread.rows.covariance(rows, priors)
-        local = residuals @ whitened + _draw_normal(rng, count, rows.covariance(rows, priors) - whitened.T @ whitened)
-        u = _draw_normal(rng, count, self._frame.u.unseen_covariance(at.log_batch))
-        v = _draw_normal(rng, count, self._frame.v.unseen_covariance(np.log(points.replicas)))
-        noise = measured * self.noise * rng.standard_normal((2, count, n))
-        sampled = step_parts_at(z, at)
-        sampled = replace(
-            sampled,
-            log_compute=sampled.log_compute + u + local[:, n : 2 * n],
-            log_across=sampled.log_across + v + (local[:, 2 * n :] if of == 3 else 0.0) + priors.sync_noise * noise[0],
-            log_inside=sampled.log_inside + priors.sync_noise * noise[0],
-        )
-        return Draws(sampled, local[:, :n] + priors.step_noise * noise[1])
 
     def _whitened_at(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
         """Return the model at points, and what the whitened probes tell of its local residuals there, shape (rows, n)."""
@@ -233,13 +187,6 @@ def fit_overlap(
     return Overlap(noise, frame, fitted, data)
 
 
-def _draw_normal(rng: np.random.Generator, count: int, covariance: Floats) -> Floats:
-    """Return draws of a normal distribution about 0, shape (count, n)."""
-    values, vectors = np.linalg.eigh(covariance)
-    drawn: Floats = rng.standard_normal((count, len(values))) @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
-    return drawn
-
-
 def _step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
     """Return ln t at points."""
     points = at.points
@@ -295,11 +242,6 @@ class _Data:
         has = self.has_compute
         off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
         return off, np.vstack([values.of_step, values.of_compute[has]])
-
-    def residuals_at(self, z: Floats) -> Floats:
-        """Return how far the rows are off the model at many coordinates, shape (k, rows)."""
-        has, step_parts = self.has_compute, step_parts_at(z, self.at)
-        return np.hstack([self.log_step - step_parts.log_step(), (self.log_compute - step_parts.log_compute)[:, has]])
 
 
 @dataclass(frozen=True)
@@ -357,25 +299,6 @@ class _Fitted:
         target = np.concatenate([self.off + self.jacobian @ self.z, np.zeros(size)])
         model = GLS(target, np.vstack([self.jacobian, np.eye(size)]), sigma=spread)
         return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
-
-    def draws(self, data: _Data, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-        """Return coordinates by their posterior, shape (count, size), and the whitened residuals that each leaves.
-
-        Importance resampling (Rubin 1988): proposed by a t distribution about the most probable ones, and taken as often
-        as the posterior has it.
-        """
-        size, many = len(self.z), _PROPOSED * count
-        root = np.linalg.cholesky(self.covariance)
-        normal, wider = rng.standard_normal((many, size)), rng.chisquare(_TAILS, (many, 1)) / _TAILS
-        off = normal / np.sqrt(wider)
-        z = self.z + off @ root.T
-        residuals = data.residuals_at(z) @ self.spread.whitener.T
-        proposed = -(_TAILS + size) / 2 * np.log1p(np.square(off).sum(axis=1) / _TAILS)
-        log_weight = -(np.square(residuals).sum(axis=1) + np.square(z).sum(axis=1)) / 2 - proposed
-        weight = np.exp(log_weight - log_weight.max())
-        ends = np.cumsum(weight) / weight.sum()
-        drawn = np.searchsorted(ends, (np.arange(count) + rng.random()) / count)
-        return z[drawn], residuals[drawn]
 
     def gauss_newton_step(self, damping: float) -> Floats:
         """Return the coordinates of a Gauss-Newton step, damped by further rows (Marquardt 1963) that hold each where it is."""

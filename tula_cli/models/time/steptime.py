@@ -143,11 +143,6 @@ class StepTimeFit:
         return self.error is None
 
     @property
-    def across(self) -> bool:
-        """Whether several nodes were measured, so that something is known of what is between them."""
-        return self._scope.across
-
-    @property
     def levels(self) -> bool:
         """Whether probes had several numbers of GPUs a node."""
         return self._scope.levels

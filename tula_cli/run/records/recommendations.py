@@ -94,7 +94,6 @@ class Prediction(Record):
     headroom: float | None  # share of the capacity left free
     measured: bool
     further: bool = False  # on more nodes than any probe had
-    what_if: bool = False  # on another network, or on other GPUs, than were measured
     step_fitted: float | None = None  # what the fit says where step_time is a measured one
     trained: str = ""  # the newest training that has measured it, beside a probe or without one; empty where none has
     step_widened: float = 1.0  # its interval is so many times as wide as the models have it (Calibration)
@@ -336,15 +335,6 @@ class Beside(Record):
     steps: int | None = None  # of the whole training; None of an older tula
 
 
-class WhatIf(Record):
-    """Another network, or other GPUs, that an answer supposes; it is never what `tula train` takes."""
-
-    asked: tuple[str, ...]  # as typed: "compute=2.1x"
-    told: tuple[str, ...]  # what is supposed by that, and what was taken for it; a line each
-    as_it_is: Prediction | None  # the choice without it; None where nothing is within the limits
-    there: Prediction | None  # that same configuration under it; None likewise
-
-
 class Accuracy(Record):
     """What trainings of the same job (`tula compare`) tell of the accuracy of its method at a batch, beside the small batch."""
 
@@ -384,7 +374,6 @@ class Recommendation(Record):
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
     continuation: Continuation | None = None  # of a training under way, by whose steps this was asked
-    what_if: WhatIf | None = None
     lengths: tuple[SequenceLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
     growth: str = ""  # how time and memory grow with the length, in words
     stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow

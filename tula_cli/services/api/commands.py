@@ -124,7 +124,6 @@ def recommend(
     node_type: str | None = None,
     from_training: bool = False,
     with_runs: Sequence[str | Path] = (),
-    what_if: Sequence[str] = (),
     every: bool = False,
     save: bool | None = None,
     overrides: Sequence[str] = (),
@@ -145,7 +144,6 @@ def recommend(
         node_type: this type of node only.
         from_training: go by what the steps of the training under way take now; only with `save` does it move.
         with_runs: folders of runs of the same job with other numbers of GPUs a node, whose probes tell more.
-        what_if: suppose another network, or other GPUs: ["interconnect=200Gbit", "compute=2.1x"]; never saved.
         every: list every configuration, here and in results.csv; of more than 40 else those that are worth a look.
         save: whether `train` takes this answer; None: where it is the first, or renews that to the same criteria, and can be written.
         overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
@@ -165,9 +163,9 @@ def recommend(
     """
     call = Call.from_target(run, root=root, overrides=overrides).measured()
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    require_list(what_if=what_if, with_runs=with_runs)
+    require_list(with_runs=with_runs)
     runs = tuple(map(Path, with_runs))
-    criteria = Criteria(objective, limits, curve, node_type, from_training, runs, tuple(what_if))
+    criteria = Criteria(objective, limits, curve, node_type, from_training, runs)
     make_launcher = functools.partial(launcher.launcher_for, submits=False)
     answer = recommending.answer_query(call.run, call.spec, criteria, launcher_for=make_launcher, overrides=overrides)
     recommendation = answer.recommendation

@@ -27,7 +27,7 @@ def first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
     split = splits.into[0]
     row = _on_market(forecast, choice, forecast.predict_split(Config(choice.nodes, choice.batch), split))
     local_batch = choice.local_batch // split
-    measured = not forecast.supposed and (choice.nodes, local_batch) in forecast.probes
+    measured = (choice.nodes, local_batch) in forecast.probes
     bound = ", unless its BatchNorm forbids it" if micro_batch // split < MIN_NORMALISED else ""
     if row is None:
         return None

@@ -13,7 +13,6 @@ from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.models.choice.offers import Offers
 from tula_cli.plugins import nearest
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.services.recommendation.beyond.suppositions import parsed
 from tula_cli.words import duration, plural
 
 
@@ -84,7 +83,7 @@ class Criteria:
     """What is chosen by, and among what.
 
     Raises:
-        SpecError: an objective or a curve that there is not, or something supposed that cannot be.
+        SpecError: an objective or a curve that there is not.
     """
 
     objective: Objective = "knee"
@@ -93,20 +92,11 @@ class Criteria:
     node_type: str | None = None  # this type of node only
     from_training: bool = False  # by the steps of the training under way
     with_runs: tuple[Path, ...] = ()  # of the same job with other numbers of GPUs a node
-    what_if: tuple[str, ...] = ()  # another network, or other GPUs, as typed: "compute=2.1x"
 
     def __post_init__(self) -> None:
-        if parsed(self.what_if).compute and self.objective == "energy":
-            raise SpecError("--what-if compute: the energy of other GPUs is not known", "choose by another objective")
-        if self.what_if and self.objective == "result-time":
-            raise SpecError("--what-if: what is supposed stands in no queue", "choose by time")
         if self.with_runs and self.from_training:
             raise SpecError(
                 "--with-run and --from-training: other runs have not the training's pace", "give one of them"
-            )
-        if self.what_if and self.from_training:
-            raise SpecError(
-                "--what-if and --from-training: a training goes on on the nodes there are", "give one of them"
             )
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
             if value not in get_args(allowed):
@@ -130,8 +120,7 @@ class Criteria:
         }
         by = ["--from-training"] * self.from_training
         runs = [f"--with-run {path.name}" for path in self.with_runs]
-        supposed = [f"--what-if {text}" for text in self.what_if]
-        return [*(f"--{name} {value}" for name, value in options.items() if value is not None), *by, *runs, *supposed]
+        return [*(f"--{name} {value}" for name, value in options.items() if value is not None), *by, *runs]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
-from tula_cli.models.time.what_if import Change
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
@@ -81,14 +80,6 @@ class TypeMeasurements:
         trained = [steps for steps_here in self.forecast.trained.values() for steps in steps_here]
         probes, widened = self.forecast.probes.values(), self.forecast.calibration.step
         return cross_validate_strategies(self.part.spec, probes, trained=trained, others=self.others, widened=widened)
-
-    def under(self, change: Change) -> "TypeMeasurements":
-        """Return them with the forecast under another network, or on other GPUs.
-
-        Raises:
-            BadMeasurements: the probes do not tell what is to be changed.
-        """
-        return replace(self, forecast=self.forecast.with_change(change))
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return a forecast on the market that it is not for."""

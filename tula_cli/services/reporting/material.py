@@ -94,7 +94,7 @@ class Material:
 
     @property
     def has_other_question(self) -> bool:
-        """Whether the kept answer has limits, or suppositions, that `answer` has not."""
+        """Whether the kept answer has limits, or settings by `--set`, that `answer` has not."""
         return self.kept is not None and bool(self.kept.options or self.kept.overrides)
 
     @property

@@ -27,12 +27,12 @@ def predict_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLengt
         measurements: of the type of node that was chosen, at the job's own length.
 
     Returns:
-        Nothing where search.sequence asks for no other length, or another network or other GPUs are supposed.
+        Nothing if search.sequence asks for no other length.
     """
     part = measurements.part
     own_length = part.spec.length
     other_parts = part.run.lengths(part.spec, part.type)
-    if own_length is None or not other_parts or measurements.forecast.supposed:
+    if own_length is None or not other_parts:
         return (), ""
     nodes = min(part.spec.search.nodes)
     forecasts: dict[int, Forecast] = {own_length: measurements.forecast}

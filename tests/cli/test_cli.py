@@ -487,22 +487,15 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
 
 @pytest.mark.parametrize(
     ("option", "replacement"),
-    [(("--what-if", "compute=2.1x"), "run tula profile on that hardware")],
+    [
+        (("--what-if", "compute=2.1x"), "run tula profile on that hardware"),
+        (("--with-run", "tula-runs/other"), "set search.gpus_per_node in the job"),
+    ],
 )
 def test_a_removed_option_of_recommend_names_its_replacement(cluster, option, replacement):
     refused = tula("recommend", *option)
     assert refused.code == 2
     assert f"tula recommend has no option {option[0]} any more\nHINT: {replacement}" in refused.err
-
-
-def test_a_run_with_other_gpus_a_node_tells_of_more_nodes(cluster):
-    tula("profile", "job.yaml", "--set", "cluster.gpus_per_node=1")
-    small = newest().path.name
-    tula("profile", "job.yaml", "--set", "cluster.gpus_per_node=2", "--set", "search.nodes=[1]")
-    assert "only one node was measured" in tula("recommend", "--nodes", 2).err
-    found = tula("recommend", "--nodes", 2, "--with-run", small, "--json").json["data"]
-    assert found["choice"]["further"] and found["options"] == ["--nodes 2", f"--with-run {small}"]
-    assert any(f"the probes of run {small} as well" in warning for warning in found["warnings"])
 
 
 def test_where_a_run_cannot_be_written_the_answer_is_shown_all_the_same(cluster):

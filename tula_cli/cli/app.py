@@ -56,6 +56,7 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
         (("tula report", "--for"), ("tula report", "--runs")),
         "tula report --markdown, --latex and --csv write the scaling tables",
     ),
+    ("tula recommend", "--with-run"): "set search.gpus_per_node in the job, and run tula profile",
     ("tula recommend", "--what-if"): "run tula profile on that hardware, and tula recommend on its run",
 }
 """Options that were removed, by command, and what to use instead."""

@@ -99,15 +99,6 @@ Save = Annotated[bool, typer.Option("--save", help="Make this answer the one tha
 FromTraining = Annotated[
     bool, typer.Option("--from-training", help="Go by what the steps of the training under way take now.")
 ]
-WithRun = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--with-run",
-        metavar="DIR",
-        readable=False,
-        help="Fit the probes of this run too: the same job with another number of GPUs a node; may be repeated.",
-    ),
-]
 TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")]
 TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]
 Rehearse = Annotated[

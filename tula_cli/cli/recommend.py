@@ -26,7 +26,6 @@ from tula_cli.cli.options import (
     Root,
     Save,
     Validate,
-    WithRun,
 )
 from tula_cli.cli.runs import open_run
 from tula_cli.cli.waiting import warn_all
@@ -58,7 +57,6 @@ def recommend(
     budget: Budget = None,
     node_type: NodeType = None,
     from_training: FromTraining = False,
-    with_run: WithRun = None,
     pareto: Pareto = False,
     every: Every = False,
     validate: Validate = False,
@@ -78,8 +76,7 @@ def recommend(
 
     run, spec = _measured(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
-    runs = tuple(with_run or ())
-    criteria = Criteria(objective, limits, curve, node_type, from_training, runs)
+    criteria = Criteria(objective, limits, curve, node_type, from_training)
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = service.answer_query(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
     found = answer.recommendation

@@ -34,9 +34,6 @@ class OtherSizes:
     probes: tuple[Measured, ...] = ()
     trained: tuple[TrainedSteps, ...] = ()
 
-    def __add__(self, other: "OtherSizes") -> "OtherSizes":
-        return OtherSizes((*self.probes, *other.probes), (*self.trained, *other.trained))
-
 
 NO_OTHER_SIZES = OtherSizes()
 

@@ -15,7 +15,6 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.observations import OtherSizes
 from tula_cli.models.overheads import median_queue_wait
 from tula_cli.models.ramp.by_noise import describe_stages, with_epochs
 from tula_cli.models.ramp.stage_nodes import Worth, describe_stage_nodes, stage_objective
@@ -34,7 +33,6 @@ from tula_cli.services.recommendation.beyond.fixed_batches import (
     ramp_alternatives,
 )
 from tula_cli.services.recommendation.beyond.lengths import predict_lengths
-from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
 from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, with_waits
 from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
 from tula_cli.services.recommendation.beyond.wall_times import describe_chain
@@ -77,7 +75,6 @@ def recommend(
     overrides: Sequence[str] = (),
     pending: int | Mapping[str | None, int] = 0,
     from_training: bool = False,
-    with_runs: Sequence[Path] = (),
     queue: Queue | None = None,
     now: float,
 ) -> Answer:
@@ -100,7 +97,6 @@ def recommend(
         overrides: what of `spec` is not the job's own; for the record.
         pending: probes that are queued or running; by node type where the job names any.
         from_training: go by the steps of the training under way, to whose pace the probes are brought.
-        with_runs: of the same job with other numbers of GPUs a node: the step time is fitted to their probes as well.
         queue: of objective result-time: who knows of waits; the site's SLURM where nothing is said.
         now: Unix time.
 
@@ -114,10 +110,7 @@ def recommend(
     training, parts = _parts_of_query(
         run.parts(with_site_billing(spec, run.path.parent), node_type), from_training=from_training
     )
-    other_sizes, size_warnings = of_runs(run, spec, with_runs)
-    all_measurements, warnings_ = _gather_by_type(
-        parts, limits, pending, training, other_sizes, stage_objective(objective, curve)
-    )
+    all_measurements, warnings_ = _gather_by_type(parts, limits, pending, training, stage_objective(objective, curve))
     all_measurements, warnings_ = (
         require_energy(all_measurements, warnings_) if objective == "energy" else (all_measurements, warnings_)
     )
@@ -129,7 +122,7 @@ def recommend(
         recommendation = _build_recommendation(
             all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now
         )
-        query_fields = {"options": tuple(options), "overrides": tuple(overrides), "with_runs": places(run, with_runs)}
+        query_fields = {"options": tuple(options), "overrides": tuple(overrides)}
         return recommendation.model_copy(
             update={**query_fields, **told_of(recommendation, waits), **_training_fields(all_measurements)}
         )
@@ -139,7 +132,7 @@ def recommend(
         for measurements in all_measurements
         if measurements.part.type is not None and (rows_of_type := allowed.type == measurements.type).any()
     }
-    allowed, spoken = pareto.marked(allowed), [*size_warnings, *warnings_, *untold]
+    allowed, spoken = pareto.marked(allowed), [*warnings_, *untold]
     answer_ = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
     return Answer(answer_, by_type, all_measurements, allowed)
 
@@ -157,16 +150,13 @@ def _gather_by_type(
     limits: Limits,
     pending: int | Mapping[str | None, int],
     training: UnfinishedTraining | None,
-    other_sizes: OtherSizes,
     worth: Worth,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type of node, and what is to be said of it."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
     results, explanations = results_by_type(parts, training)
     at_a_pace = training is not None
-    measurements_found, left_out = gather_measurements(
-        parts, limits, waiting, results, at_a_pace=at_a_pace, other_sizes_given=other_sizes
-    )
+    measurements_found, left_out = gather_measurements(parts, limits, waiting, results, at_a_pace=at_a_pace)
     waits = [
         median_queue_wait(measurements.part.run.jobs(), measurements.part.run.attempts())
         for measurements in measurements_found
@@ -235,7 +225,6 @@ def answer_query(
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
         pending=pending_probes(run, spec, launcher_for),
         from_training=criteria.from_training,
-        with_runs=criteria.with_runs,
         now=time.time(),
     )
 

@@ -35,7 +35,7 @@ from tula_cli.services.profiling.allowed_nodes import require_allowed_nodes
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
 from tula_cli.services.progress.ending import load_summary, require_known_job
 from tula_cli.services.recommendation.beyond.account_balance import BalanceCheck, check_balance_of_task, require_balance
-from tula_cli.services.recommendation.beyond.other_sizes import recommended_by
+from tula_cli.services.recommendation.beyond.other_sizes import CachedTrainings, measurements_of_other_sizes
 from tula_cli.services.recommendation.beyond.queue_waits import as_chosen as with_its_limit
 from tula_cli.services.recommendation.beyond.queue_waits import first_bound
 from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
@@ -332,18 +332,16 @@ def prepare_training(
     part, recommendation = part_to_train(run, spec, node_type)
     if part.type is not None:
         yield Note(f"node type {part.type}")
-    other_sizes, unknown = recommended_by(part, recommendation)
     plan_found = plan_training(
         part.run,
         part.spec,
         nodes=nodes,
         batch=batch,
         recommendation=recommendation,
-        other_sizes=other_sizes,
+        other_sizes=measurements_of_other_sizes(part, CachedTrainings()),
         inspect=inspect,
     )
     for text in (
-        *unknown,
         *plan_found.code.warnings,
         describe_interrupted_training(part.run, plan_found.task),
         part.spec.cluster.collective_warning,

@@ -388,7 +388,6 @@ class Recommendation(Record):
     calibration: Calibration | None = None  # of the intervals; None of an answer by an older tula
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
-    with_runs: tuple[str, ...] = ()  # folders of runs with other numbers of GPUs a node, whose probes count
     created_at: float
 
     def frame(self) -> "pd.DataFrame":

@@ -123,7 +123,6 @@ def recommend(
     budget: float | None = None,
     node_type: str | None = None,
     from_training: bool = False,
-    with_runs: Sequence[str | Path] = (),
     every: bool = False,
     save: bool | None = None,
     overrides: Sequence[str] = (),
@@ -143,7 +142,6 @@ def recommend(
         budget: spend at most, in the currency of the pricing.
         node_type: this type of node only.
         from_training: go by what the steps of the training under way take now; only with `save` does it move.
-        with_runs: folders of runs of the same job with other numbers of GPUs a node, whose probes tell more.
         every: list every configuration, here and in results.csv; of more than 40 else those that are worth a look.
         save: whether `train` takes this answer; None: where it is the first, or renews that to the same criteria, and can be written.
         overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
@@ -163,9 +161,7 @@ def recommend(
     """
     call = Call.from_target(run, root=root, overrides=overrides).measured()
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    require_list(with_runs=with_runs)
-    runs = tuple(map(Path, with_runs))
-    criteria = Criteria(objective, limits, curve, node_type, from_training, runs)
+    criteria = Criteria(objective, limits, curve, node_type, from_training)
     make_launcher = functools.partial(launcher.launcher_for, submits=False)
     answer = recommending.answer_query(call.run, call.spec, criteria, launcher_for=make_launcher, overrides=overrides)
     recommendation = answer.recommendation

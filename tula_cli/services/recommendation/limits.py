@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -91,13 +90,8 @@ class Criteria:
     curve: Curve = "time"  # whose knee is looked for
     node_type: str | None = None  # this type of node only
     from_training: bool = False  # by the steps of the training under way
-    with_runs: tuple[Path, ...] = ()  # of the same job with other numbers of GPUs a node
 
     def __post_init__(self) -> None:
-        if self.with_runs and self.from_training:
-            raise SpecError(
-                "--with-run and --from-training: other runs have not the training's pace", "give one of them"
-            )
         for name, value, allowed in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
             if value not in get_args(allowed):
                 raise SpecError(
@@ -119,8 +113,7 @@ class Criteria:
             "type": self.node_type,
         }
         by = ["--from-training"] * self.from_training
-        runs = [f"--with-run {path.name}" for path in self.with_runs]
-        return [*(f"--{name} {value}" for name, value in options.items() if value is not None), *by, *runs]
+        return [*(f"--{name} {value}" for name, value in options.items() if value is not None), *by]
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ def gather_measurements(
     results_of: Mapping[str | None, Results],
     *,
     at_a_pace: bool = False,
-    other_sizes_given: OtherSizes = NO_OTHER_SIZES,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
 
@@ -105,7 +104,6 @@ def gather_measurements(
         pending: probes under way, by type.
         results_of: the results that each type is judged by.
         at_a_pace: the results have been brought to the pace of a training: no other counts beside them.
-        others: with other numbers of GPUs a node, beside those of the job itself; the step time is fitted to them as well.
 
     Raises:
         Pending, BadMeasurements, Infeasible: no type is left.
@@ -118,7 +116,7 @@ def gather_measurements(
         try:
             results, pending_here = results_of[part.type], pending.get(part.type, 0)
             observations = TrainingObservations() if at_a_pace else tell(part)
-            sizes = NO_OTHER_SIZES if at_a_pace else other_sizes_given + measurements_of_other_sizes(part, tell)
+            sizes = NO_OTHER_SIZES if at_a_pace else measurements_of_other_sizes(part, tell)
             forecast = _fit_forecast(
                 part, results, observations.found, calibration, others=sizes, noise=noise, pending=pending_here
             )
@@ -252,7 +250,7 @@ def forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = 
     Args:
         run: measured on one type of nodes.
         spec: the job; of a comparison with another method.
-        others: with other numbers of GPUs a node, that the recommendation rests on.
+        others: measured with other numbers of GPUs a node, which the recommendation is based on.
 
     Raises:
         BadMeasurements, Infeasible: as `Forecast.from_results`.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -208,11 +207,10 @@ def _answer_now(
         stored is not None and stored.objective != "result-time"
     )  # waits are the queue's to tell, and nobody asks it here
     objective, curve = (stored.objective, stored.curve) if stored is not None and explanation else ("knee", "time")
-    with_runs = [Path(name) for name in stored.with_runs] if stored is not None else []
-    for objective_tried, runs in ((objective, with_runs), ("knee", [])):
+    for objective_tried in (objective, "knee"):
         try:
             return recommending.recommend(
-                run, spec, objective=objective_tried, curve=curve, with_runs=runs, pending=pending, now=now
+                run, spec, objective=objective_tried, curve=curve, pending=pending, now=now
             ), ""
         except (Pending, BadMeasurements, Infeasible, SpecError) as error:
             why = error

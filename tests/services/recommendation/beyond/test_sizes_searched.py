@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 from make_results import Truth, measured, spec
 
+from tula_cli.errors import BadMeasurements
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.services import train
 from tula_cli.services.recommend import recommend, store_answer
@@ -121,6 +122,26 @@ def test_one_that_was_not_measured_is_left_out_and_tells_nothing(tmp_path: Path)
     write(run.parts(run.spec())[0])
     after = next(r for r in ask(run, node_type="gpus-4").recommendation.rows if (r.nodes, r.batch) == (2, 512))
     assert after.step_time != before.step_time, "asked for one type alone, the others' probes count too"
+
+
+def test_a_choice_on_more_nodes_than_its_gpus_were_probed_on_says_what_it_follows_from(run: RunDir) -> None:
+    answer = ask(run, node_type="gpus-2", nodes=4).recommendation
+    assert {(row.nodes, row.further, row.measured) for row in answer.rows} == {(4, True, False)}
+    warnings = " ".join(answer.warnings)
+    assert (
+        "no probe had 2 GPUs a node on more than 1 node: what 4 nodes take follows from probes with other" in warnings
+    )
+
+
+def test_probes_of_other_sizes_on_other_hardware_are_refused(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, job())
+    write(run.parts(run.spec())[2])
+    small = run.parts(run.spec())[0]
+    small.run.save_job(small.spec)
+    for local_batch in (32, 256):
+        small.run.write_result(measured(Truth(hardware="H100", sync=SYNC), 1, local_batch))
+    with pytest.raises(BadMeasurements, match="different hardware"):
+        ask(run)
 
 
 def test_node_types_each_have_their_own(tmp_path: Path) -> None:

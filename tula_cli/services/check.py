@@ -31,8 +31,8 @@ from tula_cli.services.profiling.planned_lengths import (
 from tula_cli.services.profiling.unsettled import UpperBoundPlan, plan_upper_bound
 from tula_cli.services.profiling.worth import SearchCost, choose_strategy, search_cost
 from tula_cli.services.progress.probe_notes import count_notes
-from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
 from tula_cli.services.recommendation.saves import describe_interruption_cost
+from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, largest_local_batch
 from tula_cli.services.waiting import FIRST_JOB, describe_beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method

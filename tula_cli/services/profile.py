@@ -171,8 +171,8 @@ def _adaptive_inputs(run: RunDir | None, spec: JobSpec, results_by_id: Known, si
     if run is None or not run.exists:
         return {}
     from tula_cli.services.progress.held_against import calibrated  # as the models, of use to this strategy alone
-    from tula_cli.services.recommendation.beyond.other_sizes import CachedTrainings, measurements_of_other_sizes
     from tula_cli.services.recommendation.by_trainings import observations_from_trainings
+    from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
 
     return {
         "attempts": run.attempts(),

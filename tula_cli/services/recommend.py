@@ -27,23 +27,20 @@ from tula_cli.services import status
 from tula_cli.services.comparison.kept import accuracy_evidence
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write_answer
-from tula_cli.services.recommendation.beyond.fixed_batches import (
+from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes
+from tula_cli.services.recommendation.fallback import first_fallback
+from tula_cli.services.recommendation.fixed_batches import (
     describe_alternatives,
     describe_decay_savings,
     ramp_alternatives,
 )
-from tula_cli.services.recommendation.beyond.lengths import predict_lengths
-from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, with_waits
-from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
-from tula_cli.services.recommendation.beyond.wall_times import describe_chain
-from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes
-from tula_cli.services.recommendation.fallback import first_fallback
 from tula_cli.services.recommendation.from_training import (
     UnfinishedTraining,
     find_unfinished_training,
     results_by_type,
     with_continuation,
 )
+from tula_cli.services.recommendation.lengths import predict_lengths
 from tula_cli.services.recommendation.limits import Criteria, Limits
 from tula_cli.services.recommendation.listed import offers_within_limits, select_rows
 from tula_cli.services.recommendation.measured import (
@@ -55,7 +52,10 @@ from tula_cli.services.recommendation.measured import (
     require_energy,
     warn_no_gradients,
 )
+from tula_cli.services.recommendation.queue_waits import Queue, told_of, with_waits
+from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.recommendation.validation import Validation
+from tula_cli.services.recommendation.wall_times import describe_chain
 from tula_cli.spec.job import JobSpec
 
 

@@ -34,11 +34,7 @@ from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.profiling.allowed_nodes import require_allowed_nodes
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
 from tula_cli.services.progress.ending import load_summary, require_known_job
-from tula_cli.services.recommendation.beyond.account_balance import BalanceCheck, check_balance_of_task, require_balance
-from tula_cli.services.recommendation.beyond.other_sizes import CachedTrainings, measurements_of_other_sizes
-from tula_cli.services.recommendation.beyond.queue_waits import as_chosen as with_its_limit
-from tula_cli.services.recommendation.beyond.queue_waits import first_bound
-from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
+from tula_cli.services.recommendation.account_balance import BalanceCheck, check_balance_of_task, require_balance
 from tula_cli.services.recommendation.continuing import (
     continue_training,
     describe_interrupted_training,
@@ -46,7 +42,11 @@ from tula_cli.services.recommendation.continuing import (
 )
 from tula_cli.services.recommendation.gradient_noise_of import plan_stages
 from tula_cli.services.recommendation.measured import forecast_of_recommendation
+from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
+from tula_cli.services.recommendation.queue_waits import as_chosen as with_its_limit
+from tula_cli.services.recommendation.queue_waits import first_bound
 from tula_cli.services.recommendation.saves import describe_interruption_cost
+from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.rehearsal import before_training
 from tula_cli.services.rehearsal.rehearse import describe_cap_exceeded
 from tula_cli.services.waiting import (

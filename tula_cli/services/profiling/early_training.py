@@ -14,8 +14,8 @@ from tula_cli.services import train
 from tula_cli.services.compare import Inspect, job_of_cell
 from tula_cli.services.comparison.rows import REFERENCE
 from tula_cli.services.events import Note, WarningEvent, Work
-from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
 from tula_cli.services.recommendation.gradient_noise_of import noise_near_tenth
+from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate

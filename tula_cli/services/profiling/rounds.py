@@ -23,8 +23,8 @@ from tula_cli.services import profile
 from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.profile import ProfilePlan, ProfileReport
 from tula_cli.services.profiling.unsettled import UpperBoundPlan, plan_upper_bound
-from tula_cli.services.recommendation.beyond.account_balance import describe_lacking_for_probes
-from tula_cli.services.recommendation.beyond.site_charges import with_site_billing
+from tula_cli.services.recommendation.account_balance import describe_lacking_for_probes
+from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,

@@ -12,9 +12,9 @@ from tula_cli.models.choice.objective import Choice, Quantity, best_of_each_batc
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
-from tula_cli.services.recommendation.beyond.wall_times import within_bins
 from tula_cli.services.recommendation.limits import Limits, describe_limits
 from tula_cli.services.recommendation.measured import TypeMeasurements, trained_epochs
+from tula_cli.services.recommendation.wall_times import within_bins
 from tula_cli.words import plural
 
 MAX_ROWS_LISTED = 40

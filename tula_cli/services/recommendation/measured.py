@@ -22,11 +22,11 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
 from tula_cli.services.progress.held_against import calibrated
-from tula_cli.services.recommendation.beyond.other_sizes import CachedTrainings, measurements_of_other_sizes
 from tula_cli.services.recommendation.by_trainings import observations_from_trainings
 from tula_cli.services.recommendation.doubts import Results, UnknownConfigurations, describe_pending
 from tula_cli.services.recommendation.gradient_noise_of import noise_from_trainings, noise_path
 from tula_cli.services.recommendation.limits import Limits
+from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
 from tula_cli.services.recommendation.saves import newest_saves
 from tula_cli.services.recommendation.validation import Validation, cross_validate_strategies
 from tula_cli.spec.job import JobSpec, train_length

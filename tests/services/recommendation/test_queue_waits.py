@@ -8,7 +8,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.queue.size_classes import PastWait
 from tula_cli.run.directory import RunDir
 from tula_cli.services.recommend import recommend
-from tula_cli.services.recommendation.beyond.queue_waits import MOST_ASKED, as_chosen, first_bound
+from tula_cli.services.recommendation.queue_waits import MOST_ASKED, as_chosen, first_bound
 
 NOW = 1_700_000_000.0
 SWEEP = {1: (16, 64, 256), 2: (16, 32, 64, 128, 256), 4: (8,), 8: (4, 64)}

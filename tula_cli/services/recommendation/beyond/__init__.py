@@ -1,1 +1,0 @@
-"""What `tula recommend` tells beyond its own probes: other networks and GPUs, and nodes of other sizes."""

@@ -7,9 +7,9 @@ from statistics import mean, median
 import numpy as np
 from easy_backfilling import Cluster
 from lublin_feitelson import ModelJob
+from size_classes import PastWait, WaitBound, wait_bound
 from workload_format import LoggedJob
 
-from tula_cli.models.queue.size_classes import PastWait, WaitBound, wait_bound
 from tula_cli.services.recommendation.wall_times import chain_links
 
 NODES = (1, 2, 4, 8, 16, 32, 64)

@@ -22,10 +22,9 @@ from statistics import mean, median
 from chosen_nodes import Choices, choices
 from easy_backfilling import Cluster
 from lublin_feitelson import ModelJob, model_jobs
+from quantile_bound import CONFIDENCE
+from size_classes import PastWait, size_of, size_words, wait_bound
 from workload_format import LoggedJob, read_log
-
-from tula_cli.models.queue.quantile_bound import CONFIDENCE
-from tula_cli.models.queue.size_classes import PastWait, size_of, size_words, wait_bound
 
 NODES = 128
 HISTORY = 0.1

@@ -492,6 +492,14 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
         (("--with-run", "tula-runs/other"), "set search.gpus_per_node in the job"),
     ],
 )
+def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
+    refused = tula("recommend", "--objective", "result-time")
+    assert refused.code == 2
+    assert "tula recommend --objective has no value result-time any more\nHINT: choose by time" in refused.err
+    other = tula("recommend", "--objective", "soon")
+    assert other.code == 2 and "any more" not in other.err and "'soon' is not one of" in other.err
+
+
 def test_a_removed_option_of_recommend_names_its_replacement(cluster, option, replacement):
     refused = tula("recommend", *option)
     assert refused.code == 2

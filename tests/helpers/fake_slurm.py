@@ -41,7 +41,7 @@ class FakeSlurm:
         for name in ("bin", "jobs", "scripts"):
             (folder / name).mkdir(parents=True)
         (folder / "sbatch.json").write_text("0")
-        self._settings: dict[str, Any] = {"version": version, "sbatch": [], "squeue": "", "sacct": "", "scontrol": "", "lag": 0, "sinfo": "", "recorded": "", "history": [], "starts": ""}  # fmt: skip
+        self._settings: dict[str, Any] = {"version": version, "sbatch": [], "squeue": "", "sacct": "", "scontrol": "", "lag": 0, "sinfo": "", "recorded": "", "starts": ""}  # fmt: skip
         self.fault()
         for name in COMMANDS:
             program = folder / "bin" / name
@@ -62,7 +62,7 @@ class FakeSlurm:
                 "timeout", "hang", "garbage", squeue also "refuses unknown"; sacct: "disabled", "unreachable", "hang",
                 "knows nothing"; recorded: a file with the calls of a real SLURM, answered as it did; lag: seconds until a
                 submitted job is visible; sinfo: what it prints;
-                history: lines of sacct for all users; starts: the start that `sbatch --test-only` tells.
+                starts: the start that `sbatch --test-only` tells.
         """
         self._settings.update(faults)
         (self.folder / "settings.json").write_text(json.dumps(self._settings))

@@ -207,9 +207,6 @@ def sacct(settings: dict, arguments: list) -> None:
         time.sleep(3600)
     if settings["sacct"] == "unreachable":
         fail("sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host:dbd:6819: Connection refused")  # fmt: skip
-    if "--allusers" in arguments:
-        print("\n".join(settings["history"]))
-        return
     ids = option(arguments, "--jobs", "-j").split(",")
     columns = option(arguments, "--format", "-o").split(",")
     for job in jobs():

@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -235,6 +236,16 @@ def test_a_draft_of_another_writer_is_not_read(run):
     make.add_measured(run, 1, 32)
     (run.path / "results" / f".{probe_id(1, 64)}.json.host.12").write_text("{")
     assert len(run.results()) == 1
+
+
+def test_a_recommendation_of_an_older_version_is_read_without_what_was_removed(run):
+    """`--what-if`, `--with-run` and `--objective result-time` left fields that are ignored; a choice by result-time counts as by time."""
+    written = make.recommendation(objective="time").model_dump(mode="json")
+    removed = {"with_runs": ["/runs/a"], "what_if": None, "queue": ["bounds of 90 %"]}
+    row = {**written["choice"], "what_if": False, "result_time": {"minutes": 60, "links": 3, "wait": 1.0, "hours": 4.0}}
+    older = {**written, **removed, "objective": "result-time", "choice": row}
+    (run.path / "recommendation.json").write_text(json.dumps(older))
+    assert run.recommendation() == make.recommendation(objective="time")
 
 
 def test_a_newer_record_is_read_by_an_older_tula(run):

@@ -13,7 +13,7 @@ from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt, Failure
 from tula_cli.run.records.probes import Failed, OutOfMemory, ScriptSeen
-from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.recommendations import Recommendation, StartEstimate
 from tula_cli.run.records.rehearsals import Rehearsed
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.shim import RankResult, ScriptFailure
@@ -26,7 +26,7 @@ QUOTED = f"HTTPError: 403 of https://user:{SECRET}@host/x?sig={SECRET} (HF_TOKEN
 FIELDS: list[tuple[type[Record], str]] = [
     (Failed, "message"), (OutOfMemory, "message"), (ScriptSeen, "notes"), (Attempt, "message"), (Failure, "message"), (Failure, "detail"),
     (Summary, "warnings"), (Summary, "causes"), (Inspection, "estimate_error"), (Inspection, "notes"), (Inspection, "warnings"),
-    (Inspection, "script"), (Recommendation, "warnings"), (NodeReport, "write_error"), (ClusterReport, "network_error"),
+    (Inspection, "script"), (Recommendation, "warnings"), (StartEstimate, "reason"), (NodeReport, "write_error"), (ClusterReport, "network_error"),
     (ScriptFailure, "text"), (RankResult, "notes"), (Rehearsed, "why"),
 ]  # fmt: skip
 

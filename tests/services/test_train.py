@@ -15,7 +15,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.micro_batches import MicroBatches
-from tula_cli.run.records.recommendations import Prediction, ResultTime
+from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
@@ -49,22 +49,6 @@ def test_the_recommended_configuration_is_taken(run: RunDir) -> None:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(make_runs.START))
     assert planned.source == f"as recommended (time, --max-nodes 2, --set pricing.price=9; {when})"
     assert plan(run, run.spec(), nodes=1).source.startswith("nodes as given, the rest as recommended (time, ")
-
-
-def test_the_time_limit_of_a_choice_by_the_queue_goes_with_it(tmp_path: Path) -> None:
-    """Its job keeps the bound of its wait, which `tula status` holds it against; another configuration has neither."""
-    cluster = {"kind": "slurm", "slurm": {"minutes": 480}}
-    run = RunDir.create(tmp_path, make_runs.spec(search={"nodes": [1, 2], "min_batch": 32}, cluster=cluster))
-    result = ResultTime(minutes=60, links=3, wait=1.0, bound=2.0, first_bound=0.5, hours=4.0)
-    choice = make_runs.prediction(2, 256, result_time=result)
-    run.write_recommendation(make_runs.recommendation(choice=choice, objective="result-time"))
-    planned = plan(run, run.spec())
-    assert planned.task.spec.cluster.slurm.minutes == 60 and planned.wait_bound == 1800
-    assert planned.task.signature == plan(run, run.spec(), nodes=2, batch=256).task.signature
-    other = plan(run, run.spec(), nodes=1)
-    assert other.task.spec.cluster.slurm.minutes == 480 and other.wait_bound is None
-    job = run.job(train.submit_training(run, planned, FakeLauncher(scheduler="slurm")))
-    assert job is not None and job.wait_bound == 1800
 
 
 def test_given_nodes_and_batch_win(run: RunDir) -> None:

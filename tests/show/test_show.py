@@ -19,7 +19,7 @@ from tula_cli.models.time.changes import step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.probes import ScriptSeen
-from tula_cli.run.records.recommendations import Stage, StageSteps, TimeParts
+from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimate, TimeParts
 from tula_cli.run.records.results import Scaled, StageDecision
 from tula_cli.services import profile
 from tula_cli.services import status as services_status
@@ -591,18 +591,18 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
     assert f"expected to start {words.moment(START + 600)}" in shown.err.getvalue()
 
 
-@pytest.mark.parametrize(("bound", "verdict"), [(900.0, "within its bound of"), (60.0, "more than its bound of")])
-def test_the_wait_of_a_job_is_held_against_its_bound(run, bound, verdict):
-    name = make.add_probes(run, 2, (16,))
-    run.write_job(make.job(name, nodes=2, scheduler="slurm").model_copy(update={"wait_bound": bound}))
-    run.write_attempt(make.attempt(name, start=START + 300, allocation="4711.0"))
-    now = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 400)
-    assert (now.jobs[0].wait, now.jobs[0].wait_bound) == (300, bound)
-    assert f"{name} running: waited {words.duration(300)}, {verdict} {words.duration(bound)}" in printed(
-        show_status.status(now)
-    )
-    queued = services_status.run_status(run, make.FakeLauncher({name: "pending"}), now=START + 100)
-    assert queued.jobs[0].wait == 300  # it has run before
+@pytest.mark.parametrize(
+    ("wait", "reason", "shown"),
+    [
+        (1800.0, "", f"start: in {words.duration(1800)} by the scheduler's own estimate of {words.moment(START)} (sbatch --test-only, 2 nodes"),
+        (None, "no such partition", "start: the scheduler gives no estimate (sbatch --test-only, 2 nodes, 60 min: no such partition)"),
+    ],
+)  # fmt: skip
+def test_the_schedulers_estimate_of_the_start_is_labelled_as_such(wait, reason, shown):
+    estimate = StartEstimate(nodes=2, minutes=60, asked_at=START, wait=wait, reason=reason)
+    told = printed(recommend.recommendation(make.recommendation(start_estimate=estimate), width=100, color=False))
+    assert shown in told
+    assert "start:" not in printed(recommend.recommendation(make.recommendation(), width=100, color=False))
 
 
 def test_a_training_plan_tells_of_its_chain(run):

@@ -11,7 +11,7 @@ import pytest
 from cluster import SlurmCluster
 
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.accounting.waits import SlurmQueue
+from tula_cli.cluster.slurm.start_estimate import estimate_start
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
@@ -63,22 +63,14 @@ def until(true: Callable[[], Any], seconds: float = 30) -> Any:
     raise AssertionError("waited in vain")
 
 
-def test_the_queue_tells_of_waits(run: RunDir, on_slurm: SlurmCluster) -> None:
-    """What was submitted stands in accounting with its wait; --test-only tells a start, and submits nothing."""
-    done = sbatch("--nodes=1", "--wrap=true", "--partition=main")
-    until(lambda: scheduler.ask_states([done]).get(done, scheduler.SchedulerState("pending")).state == "ended")
-    queue, spec = SlurmQueue(), make.spec(cluster=cluster("main"))
-
-    def waited() -> Any:
-        return [one for one in queue.history(run, spec, now=time.time()).waits if (one.nodes, one.minutes) == (1, 5)]
-
-    assert 0 <= until(waited)[0].wait < 30
-    assert "by sacct" in queue.history(run, spec, now=time.time()).words
-    told = queue.estimate(run, spec, nodes=2, minutes=5, now=time.time())
-    assert told.wait is not None and told.wait < 60, told.words
-    refused = queue.estimate(run, spec, nodes=400, minutes=5, now=time.time())
-    assert refused.wait is None and refused.words
-    assert scheduler.live_jobs([f"tula-{run.id}-queue-test"]) == []
+def test_the_scheduler_estimates_a_start(run: RunDir, on_slurm: SlurmCluster) -> None:
+    """--test-only gives a start, or says why not, and submits nothing."""
+    spec = make.spec(cluster=cluster("main"))
+    estimate = estimate_start(run, spec, nodes=2, batch=64, now=time.time())
+    assert estimate is not None and estimate.wait is not None and estimate.wait < 60, estimate
+    refused = estimate_start(run, spec, nodes=400, batch=12800, now=time.time())
+    assert refused is not None and refused.wait is None and refused.reason
+    assert scheduler.live_jobs([f"tula-{run.id}-start-estimate"]) == []
 
 
 def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: SlurmCluster) -> None:

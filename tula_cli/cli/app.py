@@ -60,6 +60,12 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     ("tula recommend", "--what-if"): "run tula profile on that hardware, and tula recommend on its run",
 }
 """Options that were removed, by command, and what to use instead."""
+REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {
+    ("tula recommend", "--objective", "result-time"): (
+        "choose by time: the answer shows the scheduler's own estimate of the start"
+    ),
+}
+"""Values of options that were removed, by command and option, and what to use instead."""
 for _function, _example in WORKFLOW.items():
     register(app, _function, example=_example)
 
@@ -178,6 +184,10 @@ def _usage(error: Any) -> SpecError:
         return SpecError(f"{option} comes after the command", f"for example tula status {option}")
     if hint := REMOVED_OPTIONS.get((path, str(option))):
         return SpecError(f"{path} has no option {option} any more", hint)
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for (command, name, value), hint in REMOVED_VALUES.items():
+        if command == path and name in names and repr(value) in message:
+            return SpecError(f"{path} {name} has no value {value} any more", hint)
     return SpecError(message, f"{path} --help shows what it takes")
 
 

@@ -70,10 +70,8 @@ NodeType = Annotated[
     ),
 ]
 Objective = Annotated[
-    Literal["time", "cost", "knee", "accuracy-time", "energy", "result-time"],
-    typer.Option(
-        help="What to choose by; accuracy-time: the least time to the same progress; energy: the least kWh; result-time: wait in the queue and run."
-    ),
+    Literal["time", "cost", "knee", "accuracy-time", "energy"],
+    typer.Option(help="What to choose by; accuracy-time: the least time to the same progress; energy: the least kWh."),
 ]
 Curve = Annotated[Literal["time", "cost"], typer.Option(help="The curve whose knee is looked for.")]
 OnlyNodes = Annotated[int | None, typer.Option(min=1, help="Consider this number of nodes only.")]

@@ -52,7 +52,6 @@ from tula_cli.services.recommendation.measured import (
     require_energy,
     warn_no_gradients,
 )
-from tula_cli.services.recommendation.queue_waits import Queue, told_of, with_waits
 from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.recommendation.validation import Validation
 from tula_cli.services.recommendation.wall_times import describe_chain
@@ -75,7 +74,6 @@ def recommend(
     overrides: Sequence[str] = (),
     pending: int | Mapping[str | None, int] = 0,
     from_training: bool = False,
-    queue: Queue | None = None,
     now: float,
 ) -> Answer:
     """Choose a configuration; nothing is written.
@@ -85,7 +83,7 @@ def recommend(
     Args:
         run: where the results are.
         spec: the job.
-        objective: time, cost, knee, accuracy-time, energy or result-time.
+        objective: time, cost, knee, accuracy-time or energy.
         curve: what the knee is looked for in.
         nodes: consider this number of nodes only.
         max_batch: largest global batch.
@@ -97,14 +95,13 @@ def recommend(
         overrides: what of `spec` is not the job's own; for the record.
         pending: probes that are queued or running; by node type where the job names any.
         from_training: go by the steps of the training under way, to whose pace the probes are brought.
-        queue: of objective result-time: who knows of waits; the site's SLURM where nothing is said.
         now: Unix time.
 
     Raises:
         Pending: probes are under way, and those done do not determine the answer yet.
         BadMeasurements: too few probes, or none that can be used together.
         Infeasible: nothing fits, or nothing satisfies the limits; names the binding one and the closest configuration.
-        SpecError: the job names no such node type, or there is no queue to ask.
+        SpecError: the job names no such node type.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     training, parts = _parts_of_query(
@@ -116,16 +113,13 @@ def recommend(
     )
     noise = gradient_noise_of_job(all_measurements, needed=objective == "accuracy-time")
     allowed, untold = offers_within_limits(all_measurements, limits, noise), warn_no_gradients(all_measurements)
-    allowed, waits = with_waits(allowed, all_measurements, objective=objective, now=now, queue=queue)
 
     def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
         recommendation = _build_recommendation(
             all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now
         )
         query_fields = {"options": tuple(options), "overrides": tuple(overrides)}
-        return recommendation.model_copy(
-            update={**query_fields, **told_of(recommendation, waits), **_training_fields(all_measurements)}
-        )
+        return recommendation.model_copy(update={**query_fields, **_training_fields(all_measurements)})
 
     by_type = {
         measurements.part.type: answer([measurements], pareto.marked(allowed.take(rows_of_type)), untold)
@@ -199,6 +193,8 @@ def answer_query(
 ) -> Answer:
     """Choose a configuration of what was measured so far, as `recommend` does, now; nothing is written.
 
+    SLURM is asked when a training of the choice would start.
+
     Args:
         run: where the results are.
         spec: the job.
@@ -209,8 +205,8 @@ def answer_query(
     Raises:
         Pending, BadMeasurements, Infeasible, SpecError: as `recommend`.
     """
-    limits = criteria.limits
-    return recommend(
+    limits, now = criteria.limits, time.time()
+    answer = recommend(
         run,
         spec,
         objective=criteria.objective,
@@ -225,8 +221,21 @@ def answer_query(
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
         pending=pending_probes(run, spec, launcher_for),
         from_training=criteria.from_training,
-        now=time.time(),
+        now=now,
     )
+    return _with_start_estimate(answer, now=now)
+
+
+def _with_start_estimate(answer: Answer, *, now: float) -> Answer:
+    """Return an answer with SLURM's estimate of when a training of its choice would start; as it is without SLURM."""
+    choice = answer.recommendation.choice
+    part = next(measurements.part for measurements in answer.all_measurements if measurements.type == choice.type)
+    if part.spec.cluster.kind != "slurm":
+        return answer
+    from tula_cli.cluster.slurm.start_estimate import estimate_start  # submitit: of use to jobs of SLURM alone
+
+    estimate = estimate_start(part.run, part.spec, nodes=choice.nodes, batch=choice.batch, now=now)
+    return replace(answer, recommendation=answer.recommendation.model_copy(update={"start_estimate": estimate}))
 
 
 def cross_validate(answer: Answer) -> dict[str, tuple[Validation, ...]]:

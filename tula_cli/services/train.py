@@ -43,8 +43,6 @@ from tula_cli.services.recommendation.continuing import (
 from tula_cli.services.recommendation.gradient_noise_of import plan_stages
 from tula_cli.services.recommendation.measured import forecast_of_recommendation
 from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
-from tula_cli.services.recommendation.queue_waits import as_chosen as with_its_limit
-from tula_cli.services.recommendation.queue_waits import first_bound
 from tula_cli.services.recommendation.saves import describe_interruption_cost
 from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.rehearsal import before_training
@@ -75,7 +73,6 @@ class TrainPlan:
     price: str = ""  # in words, with unit, source and date
     interruption: str = ""  # what one costs a script, in words
     rehearses: bool = False  # a rehearsal of the script's resume comes first
-    wait_bound: float | None = None  # seconds, of its first job; None where the queue was not asked
     balance: BalanceCheck | None = None  # of the account that pays; None where the price is not what SLURM bills
     ends: ExpectedEnd | None = None  # where train.until is expected to end it; None where nothing tells
 
@@ -149,7 +146,7 @@ def plan_training(
     code = _code_to_train(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
     rungs = _fallback_rungs(run, spec, nodes, batch, recommendation, other_sizes)
-    task = _train_task(with_its_limit(spec, choice if as_chosen else None), nodes, batch, code, rungs)
+    task = _train_task(spec, nodes, batch, code, rungs)
     task = continue_training(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
@@ -163,7 +160,6 @@ def plan_training(
         resumes=run.training(task.signature).newest_samples() or None,
         code=code,
         price=describe_price(spec.pricing),
-        wait_bound=first_bound(recommendation, nodes=nodes, batch=batch),
         interruption=describe_interruption_cost(run, spec, batch=batch, step_time=step),
     )
 
@@ -276,7 +272,7 @@ def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: 
         else:
             run.uncancel(task.job)
             run.write_task(task.model_copy(update={"code": take_snapshot(run, task.spec, plan.code), "after": after}))
-            run.write_job(launcher.submit(run, task).model_copy(update={"wait_bound": plan.wait_bound}))
+            run.write_job(launcher.submit(run, task))
     return task.job
 
 

@@ -54,6 +54,7 @@ def recommendation(
     energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
     costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}{energy}"
     yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
+    yield from _start(found)
     yield from _continuation(found)
     yield from _other_market(found)
     yield from _progress(found)
@@ -126,6 +127,21 @@ def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["Render
         yield ""
         yield f"{f'{kind}: ' * bool(kind)}foreseen of this run's own probes and trainings by a fit to the probes that each strategy takes"
         yield made
+
+
+def _start(found: "Recommendation") -> Iterator[str]:
+    """The scheduler's own estimate of when a training of the choice would start."""
+    estimate = found.start_estimate
+    if estimate is None:
+        return
+    job = f"sbatch --test-only, {plural(estimate.nodes)}, {estimate.minutes} min"
+    if estimate.wait is None:
+        yield f"start: the scheduler gives no estimate ({job}: {estimate.reason})"
+        return
+    yield (
+        f"start: in {duration(estimate.wait)} by the scheduler's own estimate of {moment(estimate.asked_at)} ({job}); jobs of"
+        " higher priority may come first"
+    )
 
 
 def _continuation(found: "Recommendation") -> Iterator[str]:

@@ -91,15 +91,7 @@ def status_by_type(
 def story_of(job: "JobStatus") -> str:
     """Return why a job is in its state, and when it is expected to start."""
     start = [] if job.starts_at is None else [f"expected to start {moment(job.starts_at)}"]
-    return ", ".join(filter(None, [first_line(job.reason), *start, _waited(job)]))
-
-
-def _waited(job: "JobStatus") -> str:
-    """Say how long a job has waited beside what was foreseen; empty where nothing was."""
-    if job.wait is None or job.wait_bound is None:
-        return ""
-    verdict = "more than" if job.wait > job.wait_bound else "within"
-    return f"waited {duration(job.wait)}, {verdict} its bound of {duration(job.wait_bound)}"
+    return ", ".join(filter(None, [first_line(job.reason), *start]))
 
 
 def attempts(now: "RunStatus") -> "Table":

@@ -1,5 +1,5 @@
 """Which configuration to take: the fastest, the cheapest, the knee of the curve over the batch (III-A-3), the one that makes
-the same progress soonest, that of least energy, or that whose result is there first, the queue counted."""
+the same progress soonest, or that of least energy."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import plural
 
 Curve = Literal["time", "cost"]
-Objective = Literal["time", "cost", "knee", "accuracy-time", "energy", "result-time"]
-Quantity = Literal["time", "cost", "accuracy-time", "energy", "result-time"]
+Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
+Quantity = Literal["time", "cost", "accuracy-time", "energy"]
 """What the least is taken of."""
 
 FALLBACK = 0.1  # without a knee: the smallest batch within this share of the best value
@@ -50,8 +50,8 @@ def choose(
     Args:
         predictions: at least one.
         objective: time and cost take the least of it; knee takes the batch beyond which `curve` hardly falls;
-            accuracy-time takes the least time to the same progress, energy the least kWh, and result-time the least time
-            from submission to result, which every prediction then has to have.
+            accuracy-time takes the least time to the same progress, and energy the least kWh, which every prediction then
+            has to have.
         curve: what the knee is looked for in; the other objectives ignore it.
         among: what the configurations have in common, for the words of the reason.
     """
@@ -121,8 +121,6 @@ def _cautious(rows: Offers, curve: Quantity) -> Floats:
     low, _, high = _interval(rows, curve)
     known = (low > 0) & (high > 0)  # not where they are nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
-    if curve == "result-time":  # the wait is a bound: what is uncertain of the rest is the run's share
-        sd = sd * rows.hours / _value(rows, curve)
     found: Floats = _value(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
     return found
 
@@ -140,9 +138,6 @@ def _value(row: Any, curve: Quantity) -> Any:
     if curve == "accuracy-time":
         assert row.same_progress is not None, "choose by time to the same progress where it is known"
         return row.same_progress.hours
-    if curve == "result-time":
-        assert row.result_time is not None, "choose by time to the result where the queue was asked"
-        return row.result_time.hours
     return row.hours if curve == "time" else row.cost
 
 
@@ -151,7 +146,6 @@ _LEAST = {
     "cost": "lowest cost",
     "accuracy-time": "shortest time to the same progress",
     "energy": "lowest energy",
-    "result-time": "shortest time to the result",
 }
 
 

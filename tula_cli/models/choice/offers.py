@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.models.choice.columns import Flags, Floats, Ints
-from tula_cli.run.records.recommendations import Prediction, ResultTime, SameProgress, TimeParts
+from tula_cli.run.records.recommendations import Prediction, SameProgress, TimeParts
 
-_NESTED = ("parts", "same_progress", "result_time")
+_NESTED = ("parts", "same_progress")
 _WHOLE = ("peak_memory",)  # that are None or a whole number; nan for None makes a column of floats
 _OPTIONAL = (
     "step_low", "step_high", "hours_low", "hours_high", "peak_memory", "headroom", "step_fitted", "refresh_share", "energy", "node_hours",
@@ -34,18 +34,6 @@ class ProgressColumns:
     hours_low: Floats
     hours_high: Floats
     cost: Floats
-
-
-@dataclass(frozen=True)
-class ResultColumns:
-    """What configurations take from submission to result, as `ResultTime` has it; each of shape (n,)."""
-
-    minutes: Floats
-    links: Floats
-    wait: Floats
-    bound: Floats
-    first_bound: Floats
-    hours: Floats
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,6 @@ class Offers:
     stages: NDArray[np.object_]  # of a batch that grows, a tuple of StageSteps each; None where there are none
     parts: PartsColumns | None = None
     same_progress: ProgressColumns | None = None
-    result_time: ResultColumns | None = None
 
     @classmethod
     def of(cls, rows: Iterable[Prediction]) -> "Offers":
@@ -113,7 +100,6 @@ class Offers:
             stages=objects([row.stages or None for row in given]),
             parts=_nested(PartsColumns, [row.parts for row in given]),
             same_progress=_nested(ProgressColumns, [row.same_progress for row in given]),
-            result_time=_nested(ResultColumns, [row.result_time for row in given]),
         )
 
     @classmethod
@@ -156,8 +142,6 @@ class Offers:
             own["parts"] = [TimeParts(**row) for row in _rows(self.parts, optional=("data",))]
         if self.same_progress is not None:
             own["same_progress"] = [SameProgress(**row) for row in _rows(self.same_progress)]
-        if self.result_time is not None:
-            own["result_time"] = [ResultTime(**row) for row in _rows(self.result_time)]
         return tuple(Prediction(**dict(zip(own, row, strict=True))) for row in zip(*own.values(), strict=True))
 
 
@@ -169,7 +153,7 @@ def _each(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
     columns: dict[str, Any] = {}
     for field in fields(tables[0]):  # type: ignore[arg-type]
         values = [getattr(table, field.name) for table in tables]
-        if isinstance(values[0], PartsColumns | ProgressColumns | ResultColumns):
+        if isinstance(values[0], PartsColumns | ProgressColumns):
             columns[field.name] = _each(of, *values)
         else:
             columns[field.name] = None if values[0] is None else of(*values)
@@ -209,9 +193,7 @@ def _values(name: str, column: NDArray[Any]) -> list[Any]:
     return [value if value is None else int(value) for value in found] if name in _WHOLE else found
 
 
-def _rows(
-    table: PartsColumns | ProgressColumns | ResultColumns, *, optional: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+def _rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:
     columns = {field.name: getattr(table, field.name).tolist() for field in fields(table)}
     for name in optional:
         columns[name] = [None if value != value else value for value in columns[name]]

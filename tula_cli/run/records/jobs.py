@@ -22,7 +22,6 @@ class Job(Record):
     host: str = ""  # local: the machine it runs on
     folder: str = ""  # the run directory that it writes to, as its supervisors know it; empty of jobs of an older tula
     process_started: float | None = None  # local: start time of the process, against reused process ids
-    wait_bound: float | None = None  # seconds: what its wait was bounded by; None where the queue was not asked
     tula: str = ""  # version that it was submitted with; empty of jobs of an older tula
 
     @property

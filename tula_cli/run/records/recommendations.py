@@ -1,7 +1,9 @@
 """A recommendation and its predictions."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import field_validator
 
 from tula_cli.run.records.base import Market, Record, RecordedText
 from tula_cli.words import is_too_wide, plural
@@ -25,17 +27,6 @@ class SameProgress(Record):
     hours_low: float
     hours_high: float
     cost: float
-
-
-class ResultTime(Record):
-    """What a configuration takes from its submission to its result: waits and runs of all jobs of its chain. Hours."""
-
-    minutes: int  # time limit of each job, that makes this least
-    links: int  # jobs that the training needs
-    wait: float  # of all of them, as was chosen by: the scheduler's own estimate of the first, where it gives one, and bounds
-    bound: float  # 90 % bound of all waits together
-    first_bound: float  # that of the first job
-    hours: float  # wait, run, and what the jobs after the first take to go on
 
 
 class TimeParts(Record):
@@ -101,7 +92,6 @@ class Prediction(Record):
     type: str = ""  # of the nodes; empty where the job names none
     market: Market = "on_demand"  # on spot nodes hours and cost are expected values
     same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
-    result_time: ResultTime | None = None  # None where the queue was not asked (--objective result-time)
     refresh_share: float | None = 0.0  # of the hours, for refreshing the scaling factors; None where no probe tells
     energy: float | None = None  # joules a step of all GPUs; None, as of the kWh, where no probe has a counter of them
     kwh: float | None = None  # of the training, all GPUs
@@ -300,6 +290,16 @@ class SequenceLength(Record):
         return max(self.rows, key=self.tokens_per_second, default=None)
 
 
+class StartEstimate(Record):
+    """The scheduler's own estimate of when the first job of a training would start (`sbatch --test-only`)."""
+
+    nodes: int
+    minutes: int  # time limit of the job
+    asked_at: float  # Unix time
+    wait: float | None  # seconds from then on; None where the scheduler gave no start
+    reason: RecordedText = ""  # why it gave none
+
+
 class Continuation(Record):
     """What the rest of a training takes at the recommended configuration, and at its own."""
 
@@ -353,7 +353,7 @@ class Accuracy(Record):
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
-    objective: Literal["time", "cost", "knee", "accuracy-time", "energy", "result-time"]
+    objective: Literal["time", "cost", "knee", "accuracy-time", "energy"]
     curve: Literal["time", "cost"]
     choice: Prediction
     reason: str
@@ -369,10 +369,10 @@ class Recommendation(Record):
     fit_error: float | None  # median relative error of the fit; None where exactly determined
     fit: str  # the fit in words; a line a node type
     power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe tells its energy
-    queue: tuple[str, ...] = ()  # what waits rest on, in words, a line each; empty where the queue was not asked
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
+    start_estimate: StartEstimate | None = None  # of the choice; None where SLURM was not asked
     continuation: Continuation | None = None  # of a training under way, by whose steps this was asked
     lengths: tuple[SequenceLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
     growth: str = ""  # how time and memory grow with the length, in words
@@ -390,11 +390,17 @@ class Recommendation(Record):
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
     created_at: float
 
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _read_removed_objective(cls, objective: Any) -> Any:
+        """Read an answer of an older version that counted the queue (`result-time`) as one by time."""
+        return "time" if objective == "result-time" else objective
+
     def frame(self) -> "pd.DataFrame":
         """Return every feasible configuration, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
         from tula_cli.run.frames import make_frame
 
-        columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts", "result_time")]
+        columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts")]
         caveats = self.caveats
         return make_frame(
             [

@@ -132,8 +132,7 @@ def recommend(
 
     Args:
         run: a run, the path of its folder, or its job.
-        objective: time, cost, knee, accuracy-time (the least time to the same progress), energy (the least kWh), or
-            result-time (wait in the queue and run).
+        objective: time, cost, knee, accuracy-time (the least time to the same progress), or energy (the least kWh).
         curve: the curve whose knee is looked for.
         nodes: this number of nodes only.
         max_nodes: at most so many.

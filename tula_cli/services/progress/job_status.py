@@ -70,10 +70,6 @@ class JobStatus:
     node_hours: float
     node_hours_left: float | None
     links: tuple[LinkStatus, ...] = ()  # empty where all have the job's nodes
-    wait: float | None = (
-        None  # seconds of its first allocation in the queue, so far where it waits; None where nobody tells
-    )
-    wait_bound: float | None = None  # seconds that were foreseen as its 90 % bound; None where the queue was not asked
     hopeless: bool = False  # it is queued for what waiting does not bring
 
 
@@ -194,17 +190,8 @@ def job_status(
         node_hours=sum(nodes.get(one.task, job.nodes) * attempt_seconds(one, end) for one in attempts) / 3600,
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
         links=_link_statuses(job, newest),
-        wait=_wait_seconds(job, recent, state, now),
-        wait_bound=job.wait_bound,
         hopeless=state == "queued" and scheduler.hopeless,
     )
-
-
-def _wait_seconds(job: Job, attempts: list[Attempt], state: JobState, now: float) -> float | None:
-    if job.scheduler == "local":
-        return None
-    started = min((attempt.started_at for attempt in attempts), default=now if state == "queued" else None)
-    return None if started is None else max(0.0, started - job.submitted_at)
 
 
 def _link_statuses(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:

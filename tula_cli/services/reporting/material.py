@@ -111,7 +111,7 @@ class Material:
     @property
     def changed_choice(self) -> Prediction | None:
         """What the same question would be answered with now, where that is another configuration than the kept one."""
-        if self.kept is None or self.answer is None or self.has_other_question or self.kept.objective == "result-time":
+        if self.kept is None or self.answer is None or self.has_other_question:
             return None
         current_choice = self.answer.recommendation.choice
         return None if _configuration(current_choice) == _configuration(self.kept.choice) else current_choice
@@ -203,10 +203,7 @@ def _answer_now(
         for part_material in parts
         if part_material.part.length is None
     }
-    explanation = (
-        stored is not None and stored.objective != "result-time"
-    )  # waits are the queue's to tell, and nobody asks it here
-    objective, curve = (stored.objective, stored.curve) if stored is not None and explanation else ("knee", "time")
+    objective, curve = (stored.objective, stored.curve) if stored is not None else ("knee", "time")
     for objective_tried in (objective, "knee"):
         try:
             return recommending.recommend(

@@ -89,7 +89,6 @@ def _choice_facts(recommendation: Recommendation) -> Iterator[Fact]:
         "same progress": recommendation.efficiency,
         "stages": recommendation.ramp,
         "checkpoints": recommendation.interruption,
-        "queue": "\n".join(recommendation.queue),
     }
     yield from (Fact(name, value) for name, value in values.items() if value)
     yield from (Fact("note", text) for text in recommendation.warnings)

@@ -1,11 +1,11 @@
 """The waits of jobs like one that is to be submitted: by size class (nodes x time limit), thin classes with their neighbours."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tula_cli.models.queue.quantile_bound import CONFIDENCE, QUANTILE, WaitSeries, fewest
+from quantile_bound import CONFIDENCE, QUANTILE, WaitSeries, fewest
+
 from tula_cli.words import plural
 
 LIMITS = (60.0, 240.0, 720.0, 1440.0)
@@ -42,7 +42,6 @@ class WaitBound:
     middle: float  # the median of the waits that it rests on
     waits: int  # that it rests on
     confidence: float  # that it is not below the quantile; less than asked for where too few have waited
-    words: str  # what it rests on
 
 
 def size_of(nodes: int, minutes: float) -> Size:
@@ -98,10 +97,9 @@ def wait_bound(
     bound, middle, count = series.bound(), series.middle(), len(series.waits)
     if middle is None:
         return None
-    words = _words(own, sizes, count, series.changes > 0)
     if bound is not None:
-        return WaitBound(bound, middle, count, confidence, words)
-    return WaitBound(max(series.waits), middle, count, 1 - quantile**count, f"{words}, too few: the longest of them")
+        return WaitBound(bound, middle, count, confidence)
+    return WaitBound(max(series.waits), middle, count, 1 - quantile**count)
 
 
 def _with_waiting(series: WaitSeries, ages: Sequence[float]) -> None:
@@ -124,22 +122,3 @@ def merged(own: Size, counts: Counter[Size], needed: int) -> list[Size]:
         if sum(counts[size] for size in sizes) >= needed:
             return sizes
     return sorted(counts)
-
-
-def _words(own: Size, sizes: Sequence[Size], count: int, changed: bool) -> str:
-    waited = f"{count} waits of jobs like it ({size_words(own)}"
-    if list(sizes) != [own]:
-        waited += "; with the classes next to it"
-    return f"{waited})" + (", since the queue has changed" if changed else "")
-
-
-def at_least(bound: WaitBound | None, estimate: float | None) -> float | None:
-    """Return a bound (seconds) that is not below what the scheduler itself estimates; None where nothing is known.
-
-    What `sbatch --test-only` tells is a lower estimate of the wait (jobs of higher priority may come), so it can raise a
-    bound and never lower it.
-    """
-    known = [
-        value for value in (bound.seconds if bound else None, estimate) if value is not None and math.isfinite(value)
-    ]
-    return max(known, default=None)

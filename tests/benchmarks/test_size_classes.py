@@ -1,8 +1,7 @@
 from collections import Counter
 
 import pytest
-
-from tula_cli.models.queue.size_classes import DAYS, PastWait, at_least, merged, size_of, size_words, wait_bound
+from size_classes import DAYS, PastWait, merged, size_of, size_words, wait_bound
 
 NOW = 1_000_000_000.0
 
@@ -26,14 +25,12 @@ def test_classes_are_of_nodes_and_of_time_limits(nodes: int, minutes: float, wor
 def test_a_class_with_enough_waits_stands_by_itself() -> None:
     found = wait_bound([*waited(100, 50), *waited(100, 9000, nodes=16)], nodes=1, minutes=20, now=NOW)
     assert found is not None and found.seconds <= 57 and found.waits == 100
-    assert "1 node, up to 1 h)" in found.words
 
 
-def test_a_thin_class_takes_its_neighbours_and_says_so() -> None:
+def test_a_thin_class_takes_its_neighbours() -> None:
     history = [*waited(20, 50), *waited(80, 400, nodes=2), *waited(200, 9000, nodes=64)]
     found = wait_bound(history, nodes=1, minutes=20, now=NOW)
     assert found is not None and found.waits == 100 and 400 <= found.seconds <= 407
-    assert "next to it" in found.words
 
 
 def test_rings_grow_until_there_are_enough() -> None:
@@ -52,9 +49,8 @@ def test_old_waits_and_those_of_the_future_do_not_count() -> None:
 def test_of_too_few_waits_the_longest_is_taken_with_the_confidence_that_it_has() -> None:
     found = wait_bound(waited(5, 50), nodes=1, minutes=20, now=NOW)
     assert found is not None and found.seconds == 54 and found.confidence == pytest.approx(1 - 0.9**5)
-    assert "too few" in found.words
     enough = wait_bound(waited(29, 50), nodes=1, minutes=20, now=NOW)
-    assert enough is not None and enough.confidence == 0.95 and "too few" not in enough.words
+    assert enough is not None and enough.confidence == 0.95
 
 
 def test_jobs_that_wait_longer_than_their_bound_raise_it() -> None:
@@ -64,12 +60,3 @@ def test_jobs_that_wait_longer_than_their_bound_raise_it() -> None:
     calm = wait_bound(history, nodes=1, minutes=20, now=NOW)
     worse = wait_bound([*history, *stuck], nodes=1, minutes=20, now=NOW)
     assert calm is not None and worse is not None and worse.seconds > 10_000 > calm.seconds
-
-
-def test_the_schedulers_estimate_raises_a_bound_and_never_lowers_it() -> None:
-    bound = wait_bound(waited(60, 50), nodes=1, minutes=20, now=NOW)
-    assert bound is not None
-    assert at_least(bound, 10.0) == bound.seconds
-    assert at_least(bound, 5000.0) == 5000.0
-    assert at_least(None, 30.0) == 30.0
-    assert at_least(None, None) is None

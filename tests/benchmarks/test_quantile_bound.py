@@ -1,8 +1,7 @@
 import random
 
 import pytest
-
-from tula_cli.models.queue.quantile_bound import MOST, WaitSeries, fewest, rank
+from quantile_bound import MOST, WaitSeries, fewest, rank
 
 
 @pytest.mark.parametrize(("count", "found"), [(28, None), (29, 29), (46, 45), (100, 96), (1000, 916)])

@@ -1,0 +1,89 @@
+"""The estimate of a start by sbatch --test-only, on the fake SLURM."""
+
+from pathlib import Path
+
+import make_runs
+import pytest
+from fake_slurm import FakeSlurm, local
+from make_results import Truth, probe_all, spec
+
+from tula_cli.cluster.slurm.scheduler import sbatch_environment
+from tula_cli.cluster.slurm.start_estimate import estimate_start
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import StartEstimate
+from tula_cli.services import recommend as services_recommend
+from tula_cli.services.recommendation.limits import Criteria, Limits
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    fake = FakeSlurm(tmp_path / "slurm")
+    fake.use(monkeypatch)
+    return fake
+
+
+@pytest.fixture
+def run(tmp_path):
+    cluster = {"kind": "slurm", "slurm": {"partition": "gpu", "minutes": 240}}
+    job = spec(search={"max_batch": 4096}, cluster=cluster)
+    measured = RunDir.create(tmp_path, job)
+    for result in probe_all(Truth(noise=0.01), {1: (16, 64, 256), 2: (16, 64, 256), 4: (8,)}):
+        measured.write_result(result)
+    return measured
+
+
+def files(run: RunDir) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_the_scheduler_is_asked_with_the_script_of_the_training_and_nothing_is_submitted(slurm, run, monkeypatch):
+    scripts = []
+
+    def environment(script: Path) -> dict[str, str]:
+        scripts.append(script.read_text())
+        return sbatch_environment(script)
+
+    monkeypatch.setattr("tula_cli.cluster.slurm.start_estimate.sbatch_environment", environment)
+    slurm.fault(starts=local(NOW + 1800))
+    before = files(run)
+    estimate = estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW)
+    assert estimate == StartEstimate(nodes=2, minutes=240, asked_at=NOW, wait=1800)
+    (call,) = slurm.calls("sbatch")
+    assert call.arguments[0] == "--test-only" and slurm.jobs() == []
+    (script,) = scripts
+    assert "#SBATCH --time=240" in script and "#SBATCH --nodes=2" in script and "#SBATCH --partition=gpu" in script
+    assert files(run) == before, "a look writes nothing"
+
+
+def test_a_start_that_has_passed_is_no_wait(slurm, run):
+    slurm.fault(starts=local(NOW - 60))
+    estimate = estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW)
+    assert estimate is not None and estimate.wait == 0
+
+
+def test_a_refusal_is_an_estimate_without_a_start_and_with_its_reason(slurm, run):
+    slurm.fault(sbatch=["refuse:Batch job submission failed: Requested node configuration is not available"])
+    estimate = estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW)
+    assert estimate is not None and estimate.wait is None
+    assert estimate.reason == "Batch job submission failed: Requested node configuration is not available"
+
+
+def test_without_sbatch_there_is_no_estimate(slurm, run):
+    slurm.without("sbatch")
+    assert estimate_start(run, run.spec(), nodes=2, batch=512, now=NOW) is None
+
+
+def test_a_recommendation_has_the_estimate_of_its_choice_which_has_no_part_in_it(slurm, run):
+    slurm.fault(starts=local(NOW + 1800))
+    answer = services_recommend.answer_query(
+        run, run.spec(), Criteria("time", Limits(max_nodes=2)), launcher_for=lambda _: make_runs.FakeLauncher({})
+    )
+    found = answer.recommendation
+    plain = services_recommend.recommend(run, run.spec(), objective="time", max_nodes=2, now=NOW).recommendation
+    assert plain.start_estimate is None and plain.choice == found.choice
+    assert found.start_estimate is not None and found.start_estimate.nodes == found.choice.nodes
+    assert found.start_estimate.minutes == 240
+    (call,) = slurm.calls("sbatch")
+    assert "--test-only" in call.arguments

@@ -1,0 +1,62 @@
+"""SLURM's own estimate of when a training would start, by `sbatch --test-only`."""
+
+import re
+import tempfile
+from pathlib import Path
+
+from tula_cli.cluster.scheduling.chains import time_limit
+from tula_cli.cluster.slurm.command import call_slurm
+from tula_cli.cluster.slurm.queue import parse_time
+from tula_cli.cluster.slurm.scheduler import sbatch_environment
+from tula_cli.cluster.slurm.submit import job_script
+from tula_cli.errors import TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import StartEstimate
+from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.spec.job import JobSpec
+
+_PATIENCE = 10.0
+"""Seconds that sbatch gets to answer: the estimate is a hint, which no command waits long for."""
+_JOB = "start-estimate"
+
+
+def estimate_start(run: RunDir, spec: JobSpec, *, nodes: int, batch: int, now: float) -> StartEstimate | None:
+    """Ask SLURM when the first job of a training would start, with the script that would be submitted. Nothing is submitted.
+
+    SLURM looks at the jobs that run and at their time limits. Jobs of higher priority may come first, so the wait is a lower
+    estimate.
+
+    Args:
+        run: the run that the training would belong to; nothing is written there.
+        spec: the job.
+        nodes: of the training.
+        batch: global batch of the training.
+        now: Unix time.
+
+    Returns:
+        None if this machine has no sbatch.
+    """
+    task = TrainTask(
+        id=_JOB, job=_JOB, spec=spec, workdir=str(Path.cwd()), nodes=nodes, signature=_JOB, attempt=1,
+        ladder=(Rung(batch=batch),), workers=spec.train.workers,
+    )  # fmt: skip
+    minutes = time_limit(task)
+    try:
+        script_text = job_script(run, task)
+        with tempfile.TemporaryDirectory(prefix="tula-") as folder:
+            script = Path(folder) / "job.sh"
+            script.write_text(script_text, encoding="utf-8")
+            answer = call_slurm(
+                "sbatch", "--test-only", str(script), environ=sbatch_environment(script), patience=_PATIENCE
+            )
+    except (TulaError, OSError) as error:
+        reason = error.message if isinstance(error, TulaError) else str(error)
+        return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)
+    if answer.end == "missing":
+        return None
+    match = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.complaint}")
+    start = parse_time(match.group(1)) if match and answer.ok else None
+    if start is None:
+        reason = answer.complaint.strip().rpartition("\n")[2].removeprefix("sbatch: error: ") or "sbatch gave no start"
+        return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=None, reason=reason)
+    return StartEstimate(nodes=nodes, minutes=minutes, asked_at=now, wait=max(0.0, start - now))

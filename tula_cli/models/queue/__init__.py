@@ -1,1 +1,0 @@
-"""How long a job waits for its nodes: bounds from the waits of others, and what they make of a chain of jobs."""

@@ -74,7 +74,7 @@ def _open_candidates(offer: Offer, fit: steptime.StepTimeFit, seen: Iterable[Obs
 
 
 STRATEGIES: dict[str, Strategy] = {
-    **{name: planned(name) for name in ("partial", "five", "sweep", "full")},
+    **{name: planned(name) for name in ("partial", "sweep", "full")},
     "adaptive": in_rounds,
 }
 

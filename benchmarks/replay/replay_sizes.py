@@ -2,7 +2,7 @@
 
 Of each application on each cluster that was measured on nodes of several numbers of GPUs, all are searched (`search.gpus_per_node`),
 in four ways: each number of GPUs by a sweep of its own, each fitted by itself; the same probes in one fit; all in one fit,
-with a sweep of the most GPUs and two batches on one node of the others (`strategy: two`), which is what tula does; and the
+with a sweep of the most GPUs and two batches on one node of the others, which is what tula does; and the
 same with a sweep of the fewest GPUs. Judged are the candidates that were not probed, and the choice: how much slower the one
 that seems fastest is than the fastest, and how much dearer the one that seems cheapest, a node-hour costing the same however
 many of its GPUs are used. Cost is that of the probes over one job for every candidate, as in replay.py.
@@ -19,7 +19,7 @@ from replay_score import PROBE, START_UP
 
 from tula_cli.models.time import steptime
 from tula_cli.models.time.steptime import Observation
-from tula_cli.services.search import STRATEGIES
+from tula_cli.services.search import STRATEGIES, ByNodes, smallest_and_middle
 
 Grid = Mapping[int, Mapping[int, list[int]]]
 """GPUs a node to nodes to local batches, all ascending."""
@@ -41,17 +41,19 @@ class Judged:
     regret_cheapest: float
 
 
-def _of(strategy: str, grid: Grid, gpus: int) -> set[Where]:
-    chosen = STRATEGIES[strategy](grid[gpus])
+def _of(plan: Callable[[ByNodes], dict[int, set[int]]], grid: Grid, gpus: int) -> set[Where]:
+    chosen = plan(grid[gpus])
     return {Where(nodes, gpus, local) for nodes, locals_ in chosen.items() for local in locals_}
 
 
 def _with(grid: Grid, swept: int) -> set[Where]:
-    return set().union(*(_of("sweep" if gpus == swept else "two", grid, gpus) for gpus in grid))
+    return set().union(
+        *(_of(STRATEGIES["sweep"] if gpus == swept else smallest_and_middle, grid, gpus) for gpus in grid)
+    )
 
 
 def _each(grid: Grid) -> set[Where]:
-    return set().union(*(_of("sweep", grid, gpus) for gpus in grid))
+    return set().union(*(_of(STRATEGIES["sweep"], grid, gpus) for gpus in grid))
 
 
 DESIGNS: Mapping[str, tuple[Callable[[Grid], set[Where]], bool]] = {

@@ -20,7 +20,7 @@ from tula_cli.models.time.noise import Floats
 from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, Observation, StepTimeFit
 from tula_cli.services.search import STRATEGIES
 
-JUDGED = ("partial", "five", "sweep")
+JUDGED = ("partial", "sweep")
 Row = tuple[float, bool, float]
 """Error, whether the interval holds, its width."""
 

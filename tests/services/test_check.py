@@ -153,7 +153,9 @@ def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_kn
     assert (worth.nodes, worth.batch) == (1, 512)
     assert worth.node_hours == pytest.approx(100_000 * (1000 // 512) * step / 3600)
     assert worth.shares["sweep"] == pytest.approx(check(long, run=run).expected.node_hours / worth.node_hours)
-    assert list(worth.shares.values()) == sorted(worth.shares.values()) and worth.shares["five"] < worth.shares["full"]
+    assert (
+        list(worth.shares.values()) == sorted(worth.shares.values()) and worth.shares["partial"] < worth.shares["full"]
+    )
     shown = "\n".join(str(line) for line in show_check.check(check(long, run=run), {}))
     assert "of the node-hours of the training (batch 512 on 1 node: " in shown
     assert not any("hardly worth" in warning for warning in check(long, run=run).warnings)
@@ -220,7 +222,7 @@ def test_nodes_without_a_batch_are_left_out_aloud(found):
     assert any("3 nodes: left out" in warning for warning in report.warnings)
 
 
-@pytest.mark.parametrize("strategy", ["adaptive", "five", "few", "partial"])
+@pytest.mark.parametrize("strategy", ["adaptive", "partial"])
 def test_nodes_that_a_strategy_does_not_measure_are_not_said_to_hold_no_batch(found, strategy):
     report = check(spec(search={"strategy": strategy, "nodes": [1, 2, 4]}))
     assert len(report.jobs) < 3

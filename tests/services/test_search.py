@@ -38,18 +38,27 @@ def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_two_far_ones()
     assert plan("sweep") == {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 32, 256)}
 
 
-def test_five_measures_three_batches_on_the_fewest_nodes_and_two_on_the_most() -> None:
-    assert plan("five") == {2: (16, 64, 256), 16: (2, 32)}
+def test_another_length_takes_the_ends_of_the_fewest_nodes_and_one_that_surely_fits() -> None:
+    job = spec(
+        dataset={"name": "python_source", "args": {"length": 128}},
+        search={"strategy": "full", "sequence": {"lengths": [64, 128]}},
+    ).by_length()[64]
+    assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == {2: (16, 128, 256)}
+    assert choose_probes(job, dataset_size=50_000, max_local_batch=16) == {2: (16,)}
 
 
-def test_few_measures_the_ends_of_the_fewest_nodes_and_one_that_surely_fits() -> None:
-    assert plan("few") == {2: (16, 128, 256)}
-    assert plan("few", max_local_batch=16) == {2: (16,)}
+@pytest.mark.parametrize("strategy", ["auto", "adaptive", "partial", "sweep"])
+def test_fewer_gpus_take_two_batches_on_the_fewest_nodes(strategy: str) -> None:
+    search = {"strategy": strategy, "gpus_per_node": [1, 2]}
+    job = spec(search=search, cluster={"gpus_per_node": 2}).by_type()["gpus-1"]
+    assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == {2: (16, 64)}
+    assert choose_probes(job, dataset_size=50_000, max_local_batch=16) == {2: (16,)}
 
 
-def test_two_batches_on_the_fewest_nodes() -> None:
-    assert plan("two") == {2: (16, 64)}
-    assert plan("two", max_local_batch=16) == {2: (16,)}
+def test_full_measures_fewer_gpus_in_full_too() -> None:
+    search = {"strategy": "full", "gpus_per_node": [1, 2]}
+    job = spec(search=search, cluster={"gpus_per_node": 2}).by_type()["gpus-1"]
+    assert choose_probes(job, dataset_size=50_000, max_local_batch=256) == plan("full")
 
 
 def test_the_largest_batch_is_bounded_by_search_and_dataset() -> None:

@@ -37,6 +37,7 @@ from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.signature import signature
+from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
 
 LATEST = "latest"
@@ -152,7 +153,8 @@ class RunDir:
 
     def spec(self) -> JobSpec:
         path, parsed = self.path / "spec.yaml", parsed_spec.read_spec(self.path)
-        return validate(read_yaml(path) if parsed is None else parsed.spec, source=str(path))
+        content = read_yaml(path) if parsed is None else parsed.spec
+        return validate(without_removed_values(content), source=str(path))
 
     def job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", TypeAdapter(JobFile))

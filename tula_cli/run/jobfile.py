@@ -12,6 +12,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import leaves, merge_sources, override
 from tula_cli.spec.signature import signature
+from tula_cli.spec.stored import without_removed_values
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
 
     The run's file writes out every default, and that of `train.ramp_nodes` follows from the ramp: it is derived anew.
     """
-    content, _ = merge_sources(path, overrides=(), environ={}, site_files=())
+    stored_content, _ = merge_sources(path, overrides=(), environ={}, site_files=())
+    content = without_removed_values(stored_content)
     default = "auto" if stored.train.ramp == "decay" else "same"
     if content.get("train", {}).get("ramp_nodes") == default:
         del content["train"]["ramp_nodes"]

@@ -357,7 +357,7 @@ def _warnings(
     allowed, node_warnings = allowed_nodes(spec)
     warnings += node_warnings
     left_out = sorted(set(allowed) - {job.nodes for job in jobs}) if jobs else []
-    if left_out and spec.search.strategy in ON_ALL_NODES:
+    if left_out and spec.search.strategy in ON_ALL_NODES and spec.measured_in_addition is None:
         warnings.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:

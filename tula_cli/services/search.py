@@ -35,7 +35,9 @@ ByNodes = Mapping[int, Sequence[int]]
 def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
     """Return what the spec's strategy measures: number of nodes to ascending local batches.
 
-    Of `adaptive` it is the first round, of `auto` a sweep (`profiling.worth.with_strategy` decides between them). A number of nodes on which no batch is feasible is left out.
+    Of `adaptive` it is the first round, of `auto` a sweep (`profiling.worth.choose_strategy` decides between them). A job that is
+    measured beside another one (`JobSpec.measured_in_addition`) takes two or three batches on the fewest nodes. A number of nodes
+    on which no batch is feasible is left out.
 
     Args:
         spec: search and cluster are read.
@@ -48,7 +50,11 @@ def choose_probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -
     candidates = feasible_candidates(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     by_nodes = _by_nodes(spec, candidates)
     strategy = "sweep" if spec.search.strategy == "auto" else spec.search.strategy
-    if strategy == "adaptive":
+    if spec.measured_in_addition == "length":
+        chosen = smallest_and_two_largest(by_nodes)
+    elif spec.measured_in_addition == "gpus":
+        chosen = smallest_and_middle(by_nodes)
+    elif strategy == "adaptive":
         chosen = _adaptive_start(by_nodes, whole_steps=_times_whole_steps(spec, ()))
     else:
         chosen = STRATEGIES[strategy](by_nodes)
@@ -296,27 +302,19 @@ def _sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     return chosen
 
 
-def _five(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """The smallest, middle and largest batch on the fewest nodes, the smallest and the middle one on the most."""
-    few, many = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
-    chosen = {max(by_nodes): {many[0], _middle(many)}}
-    chosen[min(by_nodes)] = {few[0], _middle(few), few[-1]}
-    return chosen
-
-
 def _middle(local_batches: Sequence[int]) -> int:
     """Return the middle one by rank; of two in the middle the larger."""
     return local_batches[len(local_batches) // 2]
 
 
-def _few(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """The smallest batch and the two largest on the fewest nodes: one of these may be more than memory holds."""
+def smallest_and_two_largest(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """Three batches on the fewest nodes: the largest may be more than memory holds."""
     local_batches = by_nodes[min(by_nodes)]
     return {min(by_nodes): {local_batches[0], *local_batches[-2:]}}
 
 
-def _two(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """The smallest batch and the middle one on the fewest nodes."""
+def smallest_and_middle(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """Two batches on the fewest nodes."""
     local_batches = by_nodes[min(by_nodes)]
     return {min(by_nodes): {local_batches[0], _middle(local_batches)}}
 
@@ -333,11 +331,8 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "full": _full_search,
     "partial": _partial_search,
     "sweep": _sweep_search,
-    "five": _five,
     "adaptive": _adaptive_start,
-    "few": _few,
-    "two": _two,
 }
 
 ON_ALL_NODES = ("full", "sweep")
-"""The strategies that measure on every number of nodes on which a batch is feasible."""
+"""The strategies that measure on every number of nodes on which a batch is feasible, of jobs that are not measured in addition."""

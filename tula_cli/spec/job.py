@@ -4,7 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.errors import SpecError
@@ -61,6 +68,7 @@ class JobSpec(Section):
     pricing: Pricing = UNPRICED  # without it cost is a number of node-hours
     node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
     export: list[Export] = []  # trackers that a run is sent to while jobs run; tula export sends by hand
+    _measured_in_addition: Literal["gpus", "length"] | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -252,6 +260,11 @@ class JobSpec(Section):
         return self
 
     @property
+    def measured_in_addition(self) -> Literal["gpus", "length"] | None:
+        """Why this job is measured beside another one, by fewer probes: with fewer GPUs per node, or at another length of text."""
+        return self._measured_in_addition
+
+    @property
     def exports(self) -> tuple[Export, ...]:
         """The trackers; `train.tensorboard` is one that the job itself writes to."""
         board = Export(to="tensorboard", by="job")
@@ -308,7 +321,7 @@ class JobSpec(Section):
         """Return the whole job on one of `types`; it knows of no others.
 
         With fewer GPUs than the most searched, two batches on the fewest nodes are measured: with what nodes of the most GPUs
-        tell, that suffices (benchmarks/replay/replay_levels.py).
+        tell, that suffices (benchmarks/replay/replay_sizes.py).
 
         Raises:
             ValidationError: what the type has of its own does not fit.
@@ -318,11 +331,14 @@ class JobSpec(Section):
         if count is None:
             return found
         search = found.search.model_dump(mode="json", exclude_unset=True, exclude={"gpus_per_node"})
-        if count < max(found.search.gpus_per_node or ()) and found.search.strategy != "full":
-            search["strategy"] = "two"
+        fewer = count < max(found.search.gpus_per_node or ()) and found.search.strategy != "full"
+        if fewer:
+            search["strategy"] = "sweep"
         base = found.model_dump(mode="json", exclude_unset=True)
         cluster = {**base.get("cluster", {}), "gpus_per_node": count}
-        return JobSpec.model_validate({**base, "cluster": cluster, "search": search})
+        job = JobSpec.model_validate({**base, "cluster": cluster, "search": search})
+        job._measured_in_addition = "gpus" if fewer else None
+        return job
 
     def of_node_type(self, name: str) -> "JobSpec":
         """Return the whole job on one of `node_types`."""
@@ -372,8 +388,10 @@ class JobSpec(Section):
         for option in sequence.options:
             section, _, key = option.split(".")
             base[section].setdefault("args", {})[key] = length
-        search = {"nodes": [min(self.search.nodes)], "strategy": "few", "sequence": None}
-        return JobSpec.model_validate({**base, "search": {**base["search"], **search}})
+        search = {"nodes": [min(self.search.nodes)], "strategy": "sweep", "sequence": None}
+        job = JobSpec.model_validate({**base, "search": {**base["search"], **search}})
+        job._measured_in_addition = "length"
+        return job
 
 
 def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> SectionType:

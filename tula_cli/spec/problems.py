@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
+from tula_cli.spec.parts.of_search import REMOVED_STRATEGIES
 from tula_cli.spec.resources import NodeType
 
 REPLACED: Mapping[tuple[str, ...], str] = {
@@ -71,6 +72,8 @@ def problem(item: Any, *, of_script: bool = False) -> Problem:
     if item["type"] == "missing":
         return Problem(path, "is required")
     message = _wanted(item)
+    if item["type"] == "literal_error" and path.endswith("search.strategy") and item["input"] in REMOVED_STRATEGIES:
+        return Problem(path, f"there is no {item['input']!r} any more", REMOVED_STRATEGIES[item["input"]])
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace(" or ", ", ")
         close = difflib.get_close_matches(str(item["input"]), re.findall(r"'([^']+)'", expected), n=1)

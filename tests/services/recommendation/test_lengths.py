@@ -71,7 +71,7 @@ def test_each_length_is_written_into_its_options_and_a_few_batches_are_measured(
     assert job.length == 128 and list(found) == [64, 256]
     other = found[256]
     assert (other.dataset.args, other.model.args) == ({"length": 256, "size": 100_000}, {"n_positions": 256})
-    assert (other.search.nodes, other.search.strategy, other.by_length()) == ([1], "few", {})
+    assert (other.search.nodes, other.measured_in_addition, other.by_length()) == ([1], "length", {})
     assert text().by_length()[64].model.args == {"n_positions": 256}
     assert validate(TEXT | {"search": {}}, source="test").by_length() == {}
 

@@ -6,8 +6,8 @@ from pydantic import Field, TypeAdapter
 
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.recommendations import Prediction, Stage
-from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
+from tula_cli.spec.stored import StoredSpec
 
 
 class Rung(Record):
@@ -26,7 +26,7 @@ class ProbeTask(Record):
     kind: Literal["probe"] = "probe"
     id: str
     job: str
-    spec: JobSpec
+    spec: StoredSpec
     workdir: str
     nodes: int
     local_batches: tuple[int, ...]
@@ -55,7 +55,7 @@ class TrainTask(Record):
     kind: Literal["train"] = "train"
     id: str  # train-<signature>-<attempt>
     job: str  # train-<signature>
-    spec: JobSpec
+    spec: StoredSpec
     workdir: str
     nodes: int  # of this attempt
     signature: str
@@ -97,7 +97,7 @@ class RehearsalTask(Record):
     kind: Literal["rehearse"] = "rehearse"
     id: str  # rehearse-<key>-<number>
     job: str
-    spec: JobSpec
+    spec: StoredSpec
     workdir: str
     nodes: int
     key: str  # rehearsal_signature
@@ -111,7 +111,7 @@ class EvaluateTask(Record):
     kind: Literal["evaluate"] = "evaluate"
     id: str  # evaluate-<signature>-<key>
     job: str
-    spec: JobSpec  # the training's, with the test set, the metrics and the cluster of now
+    spec: StoredSpec  # the training's, with the test set, the metrics and the cluster of now
     workdir: str
     nodes: int
     signature: str  # of the training
@@ -131,7 +131,7 @@ class CheckTask(Record):
     kind: Literal["check"] = "check"
     id: str
     job: str
-    spec: JobSpec
+    spec: StoredSpec
     workdir: str
     nodes: int
     code: str = ""  # as in the others; a check runs none of the user's code

@@ -19,7 +19,7 @@ from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
 
-COMPARED_STRATEGIES = ("five", "sweep", "full", "adaptive")
+COMPARED_STRATEGIES = ("partial", "sweep", "full", "adaptive")
 """The strategies that are held against each other, whichever is asked for."""
 MAX_COST_SHARE = 0.5
 """Share of the training beyond which a search is advised against."""

@@ -23,7 +23,7 @@ from tula_cli.services.search import STRATEGIES, group_by_nodes
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
 
-JUDGED_STRATEGIES = ("partial", "five", "sweep", "full")
+JUDGED_STRATEGIES = ("partial", "sweep", "full")
 TRAININGS = "all, with trainings"
 """The row of what an answer goes by where the run has trainings."""
 

@@ -1,6 +1,7 @@
 """Section search: what to measure."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,13 @@ LEAST_STEPS = 5
 LOOKS = 3
 """Looks of a probe at the time of steps of their own: on data that is there, of synchronisation, of local work."""
 
+REMOVED_STRATEGIES: Mapping[str, str] = {
+    "five": "use adaptive, which costs as little and chooses better, or partial, the four corners",
+    "few": "use partial, the four corners",
+    "two": "use partial, the four corners",
+}
+"""Values of `strategy` that were removed, and what to use instead."""
+
 
 class Search(Section):
     """What to measure."""
@@ -24,10 +32,8 @@ class Search(Section):
     min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
     max_batch: Positive | None = None  # besides memory and the dataset's size
     # auto: adaptive, or sweep for a long training; sweep: all batches on the fewest nodes, the smallest elsewhere, the middle
-    # and the largest on the most; five: three batches on the fewest nodes, two on the most; partial: the four corners; full:
-    # all; adaptive: in rounds; few: the smallest batch and the two largest, on the fewest nodes; two: the smallest and the
-    # middle one there
-    strategy: Literal["auto", "sweep", "five", "partial", "full", "adaptive", "few", "two"] = "auto"
+    # and the largest on the most; partial: the four corners; full: all; adaptive: in rounds
+    strategy: Literal["auto", "sweep", "partial", "full", "adaptive"] = "auto"
     sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
     # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %

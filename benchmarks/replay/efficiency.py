@@ -6,7 +6,7 @@ The table has the columns app, global_batch, epoch, iteration, metric, grad_sqr 
 grad_sqr is |G|^2 and grad_var the variance of a gradient of the app's smallest batch, so that their ratio times that batch
 is the noise scale. Of each app a method sees the smallest batch's run; the growing and the constant noise see no more of
 its gradients than those of the first epoch, `10 % trained` those of the epoch at which a tenth of the run's epochs are done
-(the first one at least), as `tula profile --progress` does. It predicts the iterations of each other batch to the metric that lies 50, 80
+(the first one at least), as a training with `train.gradient_noise` measures it. It predicts the iterations of each other batch to the metric that lies 50, 80
 and 95 % of the way from the smallest batch's first epoch to its best one. Metrics that fall are turned round. The error
 is |predicted / measured - 1|; batches that never reach a metric are counted and left out.
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tula_cli.models.efficiency import SLOWEST_GROWTH, epochs_before_measurement, equivalent_constant_noise, steps_ratio
+from tula_cli.models.efficiency import EARLY_SHARE, SLOWEST_GROWTH, equivalent_constant_noise, steps_ratio
 from tula_cli.models.ramp.by_noise import GROWTH
 
 COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
@@ -114,7 +114,7 @@ def _cases(app: str, rows: pd.DataFrame) -> Iterable[Case | None]:
     sign = 1.0 if first.metric.iloc[-1] > first.metric.iloc[0] else -1.0
     start, best = sign * first.metric.iloc[0], (sign * first.metric).max()
     noise = reference * first.grad_var.to_numpy() / np.maximum(first.grad_sqr.to_numpy(), 1e-300)
-    at = epochs_before_measurement(len(noise))
+    at = max(1, math.floor(EARLY_SHARE * len(noise)))
     for level in LEVELS:
         wanted = start + level * (best - start)
         iterations = reached(first, sign=sign, wanted=wanted)

@@ -812,24 +812,19 @@ def test_list(cluster):
     assert [run["id"] for run in listed] == [newest().id]
 
 
-def test_trainings_are_listed_with_what_was_predicted_of_them(cluster):
-    assert "no training has ended yet" in tula("list", "--accuracy").out
-    tula("profile", "job.yaml")
-    told = {
-        "signature": "aaaa",
-        "nodes": 2,
-        "batch": 64,
-        "predicted_step": 0.11,
-        "actual_step": 0.1,
-        "predicted_hours": 3.0,
-    }
-    (newest().path / "train/aaaa").mkdir(parents=True)
-    (newest().path / "train/aaaa/summary.json").write_text(json.dumps({**told, "actual_hours": 2.0}))
-    listed = tula("list", "--accuracy")
-    assert listed.code == 0 and "aaaa" in listed.out and "+10.0" in listed.out and "+50.0" in listed.out
-    assert "median error, signs aside: of the step time 10.0 %, of the whole time 50.0 %" in listed.out
-    data = tula("list", "--accuracy", "--json").json["data"]
-    assert data["time_error"] == pytest.approx(0.5) and data["outcomes"][0]["run"] == newest().id
+@pytest.mark.parametrize(
+    ("words", "replacement"),
+    [
+        (("list", "--accuracy"), "tula status and tula report show the trainings of a run"),
+        (("profile", "job.yaml", "--progress"), "a training with train.gradient_noise measures the noise"),
+    ],
+)
+def test_a_removed_option_names_what_replaces_it(cluster, words, replacement):
+    refused = tula(*words)
+    assert (refused.code, refused.out) == (2, "")
+    assert f"tula {words[0]} has no option {words[-1]} any more" in refused.err and replacement in refused.err
+    assert tula(*words, "--json").json["error"]["code"] == "spec"
+    assert words[-1] not in tula(words[0], "--help").out
 
 
 def test_logs(cluster):

@@ -91,9 +91,9 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     assert found["metrics"]["top1"] == pytest.approx(best.best_top1)
     assert tula("status")["data"]["evaluations"] == [found]
 
-    early = tula("profile", "job.yaml", "--progress")["data"]
-    assert (early["epochs"], early["of"], early["batch"]) == (1, 3, 32) and early["noise"]["epoch"] == 1
-    assert run.training(early["signature"]).result().ended == "train.until.epochs is 1"
+    measuring = ("--set", "train.gradient_noise={batches: 64}", "--set", "train.until.epochs=1")
+    early = tula("train", "--nodes", "1", "--batch", "32", *measuring)["data"]
+    assert early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.until.epochs is 1"
     told = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
     assert "after 1 of 3 epochs" in told and run.spec().train.until is None, "the job stays as it is"
 

@@ -12,7 +12,6 @@ from tula_cli.models.efficiency import (
     SLOWEST_GROWTH,
     Noise,
     describe_noise,
-    epochs_before_measurement,
     equivalent_constant_noise,
     noise_scale,
     summarise,
@@ -187,7 +186,6 @@ def test_noise_measured_on_the_way_is_carried_on_from_there() -> None:
     assert equivalent_constant_noise(start, reference=32, epochs=5, measured_at=10) == pytest.approx(start), (
         "it never shrinks"
     )
-    assert [epochs_before_measurement(epochs) for epochs in (1, 9, 10, 25, 100)] == [1, 1, 1, 2, 10]
 
 
 def test_what_it_rests_on_says_when_the_noise_was_measured() -> None:

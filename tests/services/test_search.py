@@ -8,7 +8,7 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import OtherSizes
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Calibration, TrainedSteps
+from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.run.records.tasks import probe_id
 from tula_cli.services.search import STRATEGIES, choose_probes, feasible_candidates, next_round
 from tula_cli.spec.job import JobSpec
@@ -208,13 +208,3 @@ def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is
     others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
     told = next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
     assert told.words != first.words
-
-
-def test_intervals_that_trainings_have_widened_make_rounds_less_sure() -> None:
-    seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
-    plain, wide = (
-        next_round(ADAPTIVE, seen, inspection=inspected(Truth()), calibration=calibration)
-        for calibration in (None, Calibration(step=3.0))
-    )
-    told = [float(found.words.partition("time ")[2].partition("%")[0]) for found in (plain, wide)]
-    assert 0 < told[0] < told[1], "the regret that is expected"

@@ -760,12 +760,22 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
         {"train__tensorboard": True},
         {"train__diagnostics": True},
         {"train__hessian": {"every": 5, "samples": 64}},
+        {"train__gradient_noise": True},
         {"search__min_steps": 9},
         {"name": "b"},
     ],
 )
 def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
     assert train_signature(spec(**change), nodes=2, batch=64) == train_signature(spec(), nodes=2, batch=64)
+
+
+def test_counted_epochs_change_the_signature_of_no_other_training():
+    asked = {"metric": "top1", "at_least": 0.7}
+    names = [
+        train_signature(spec(**change), nodes=1, batch=64)
+        for change in ({}, {"train__until": asked}, {"train__until": {**asked, "epochs": 1}})
+    ]
+    assert len(set(names)) == 3
 
 
 REGRESSION = {"loss": {"name": "MSELoss"}}

@@ -58,6 +58,11 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     ),
     ("tula recommend", "--with-run"): "set search.gpus_per_node in the job, and run tula profile",
     ("tula recommend", "--what-if"): "run tula profile on that hardware, and tula recommend on its run",
+    ("tula list", "--accuracy"): "tula status and tula report show the trainings of a run, predicted against actual",
+    (
+        "tula profile",
+        "--progress",
+    ): "a training with train.gradient_noise measures the noise, and train.until.epochs ends it early",
 }
 """Options that were removed, by command, and what to use instead."""
 REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {

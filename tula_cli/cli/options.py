@@ -50,13 +50,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be subm
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Build the model and the dataset anew, although nothing has changed.")
 ]
-Progress = Annotated[
-    bool,
-    typer.Option(
-        "--progress",
-        help="Instead of probes: train the first tenth of the epochs at train.reference_batch, for the gradient noise then.",
-    ),
-]
 Wait = Annotated[
     bool | None, typer.Option("--wait/--no-wait", help="Wait for the jobs (default: yes on this machine, no on SLURM).")
 ]

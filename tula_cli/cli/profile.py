@@ -1,7 +1,5 @@
 """`tula profile`."""
 
-from typing import TYPE_CHECKING
-
 from tula_cli.cli.options import (
     RUNS,
     CancelOnInterrupt,
@@ -10,7 +8,6 @@ from tula_cli.cli.options import (
     MaybeRun,
     MaybeSpec,
     Overrides,
-    Progress,
     Root,
     Timeout,
     Wait,
@@ -20,14 +17,7 @@ from tula_cli.cli.runs import open_run
 from tula_cli.cli.waiting import asks, dependencies, detached, done, inspector
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
-from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
-
-if TYPE_CHECKING:
-    from tula_cli.run.directory import RunDir
-    from tula_cli.run.records.results import JobFile
-    from tula_cli.services.waiting import Dependencies, WaitPolicy
-    from tula_cli.spec.job import JobSpec
 
 
 def profile(
@@ -37,7 +27,6 @@ def profile(
     root: Root = RUNS,
     overrides: Overrides = None,
     yes: Yes = False,
-    progress: Progress = False,
     dry_run: DryRun = False,
     fresh: Fresh = False,
     wait: Wait = None,
@@ -58,10 +47,6 @@ def profile(
         require_own(run.path)  # before anything is built for it
     own = dependencies(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
-    if progress:
-        return _progress(
-            screen, run, spec, own, wait_policy, dry_run=dry_run, file=settings_origin(run, job, overrides or ())
-        )
     if dry_run:
         would = done(screen, rounds.dry_run(run, spec, own))
         return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))
@@ -73,26 +58,3 @@ def profile(
     screen.status = "partial" if found.partial else screen.status
     data = tables.data_by_type(found.reports)
     return screen.answer(data, tables.by_type(found.reports, show_profile.profile_report))
-
-
-def _progress(
-    screen: Screen,
-    run: "RunDir",
-    spec: "JobSpec",
-    own: "Dependencies",
-    wait_policy: "WaitPolicy",
-    *,
-    dry_run: bool,
-    file: "JobFile | None",
-) -> None:
-    """Train the first epochs for their gradient noise."""
-    from tula_cli.services.profiling import early_training
-    from tula_cli.services.waiting import DetachedJobs
-
-    prepared = done(screen, early_training.prepare(run, spec, own.inspect))
-    if dry_run:
-        return screen.answer({"plan": prepared.plan}, show_train.train_plan(prepared.plan, scripts=[]))
-    found = done(screen, early_training.work(prepared, own, wait_policy, file=file))
-    if isinstance(found, DetachedJobs):
-        return detached(screen, prepared.part.run, found, {"plan": prepared.plan})
-    return screen.answer(found, show_profile.early_noise(found))

@@ -49,13 +49,7 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     warn_all(screen, look.record_warnings)
 
 
-def list_(
-    screen: Screen,
-    root: Root = RUNS,
-    accuracy: Annotated[
-        bool, typer.Option("--accuracy", help="List finished trainings instead, predicted against actual.")
-    ] = False,
-) -> None:
+def list_(screen: Screen, root: Root = RUNS) -> None:
     """List the runs, last changed first."""
     from tula_cli.run import files
     from tula_cli.run.storage import owner
@@ -65,12 +59,6 @@ def list_(
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
     if told := owner.left_out(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(told)
-    if accuracy:
-        from tula_cli.services.progress import ledger as services_ledger  # with numpy
-
-        ledger = services_ledger.ledger(root.absolute())
-        screen.answer(ledger, show_status.ledger(ledger, width=screen.width))
-        return
     found = listing.list_runs(root.absolute())
     screen.answer(found, show_status.runs(found, width=screen.width) if found else [f"no run under {root}"])
 

@@ -183,11 +183,6 @@ def equivalent_constant_noise(
     return (reference + noise) * math.pow(max(1.0, epochs / max(1.0, measured_at)), growth) - reference
 
 
-def epochs_before_measurement(epochs: int) -> int:
-    """Return the epochs after which the noise is measured where that is asked for: `EARLY_SHARE` of them, one at least."""
-    return max(1, math.floor(EARLY_SHARE * epochs))
-
-
 def steps_ratio(batch: Number, *, reference: float, noise: float) -> Number:
     """Return the steps that a batch takes to the same progress, as a multiple of those of the reference batch."""
     return (1 + noise / batch) / (1 + noise / reference) if math.isfinite(noise) else reference / batch

@@ -32,14 +32,13 @@ from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import Worth
 from tula_cli.models.ramp.stage_times import StageTimes, change_costs
 from tula_cli.models.time import steptime, stretches
-from tula_cli.models.time.calibration import AS_MODELLED
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
+from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.run.records.results import Save
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
@@ -72,7 +71,6 @@ class Forecast(Known):
         attempts: Iterable[Attempt] = (),
         saves: Iterable[Save] = (),
         trained: Sequence[TrainedSteps] = (),
-        calibration: Calibration = AS_MODELLED,
         other_sizes: OtherSizes = NO_OTHER_SIZES,
         noise: NoisePath | None = None,
     ) -> "Forecast":
@@ -84,7 +82,7 @@ class Forecast(Known):
             inspection: estimates of memory and the capacity, used where the probes do not tell.
             attempts: when the probes' jobs began and ended, which tells what ending a job takes.
             saves: what trainings by a script have written, which tells what an interruption loses.
-            trained, calibration: what the steps of trainings took, which count too, and how wide intervals have to be.
+            trained: what the steps of trainings took, which count too.
             others: with other numbers of GPUs a node, for the step time alone.
             noise: of the gradients, from which the stages of `train.ramp: noise` follow.
 
@@ -124,7 +122,6 @@ class Forecast(Known):
             ),
             noise=noise,
             trained=stretches.group_by_configuration(trained),
-            calibration=calibration,
         )
 
     def largest_local_batch(self, nodes: int) -> int | None:
@@ -350,7 +347,7 @@ class Forecast(Known):
             low[index], high[index] = (
                 np.nan if end is None else end for end in (measured_times.low, measured_times.high)
             )
-        return Steps(seconds, low, high, fitted).widened(self.calibration.step)
+        return Steps(seconds, low, high, fitted)
 
     @cached_property
     def trainings(self) -> Trainings:

@@ -170,14 +170,12 @@ def _adaptive_inputs(run: RunDir | None, spec: JobSpec, results_by_id: Known, si
     """Return what an adaptive search goes by beside a run's probes, as arguments of `next_round`."""
     if run is None or not run.exists:
         return {}
-    from tula_cli.services.progress.held_against import calibrated  # as the models, of use to this strategy alone
     from tula_cli.services.recommendation.by_trainings import observations_from_trainings
     from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
 
     return {
         "attempts": run.attempts(),
         "trained": observations_from_trainings(run, spec, list(results_by_id.values())).found,
-        "calibration": calibrated(run.path, spec.cluster.kind)[0],
         "others": measurements_of_other_sizes(Part(None, run, spec, sizes=tuple(sizes)), CachedTrainings()),
     }
 

@@ -135,8 +135,7 @@ def _training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, 
     """Return what trainings have told, as fields of an answer."""
     trained = [steps for measurements in all_measurements for steps in measurements.trained]
     left_out = [f"{measurements.prefix}{why}" for measurements in all_measurements for why in measurements.left_out]
-    calibration = all_measurements[0].forecast.calibration
-    return {"trainings": tuple(trained), "trainings_left_out": tuple(left_out), "calibration": calibration}
+    return {"trainings": tuple(trained), "trainings_left_out": tuple(left_out)}
 
 
 def _gather_by_type(

@@ -15,7 +15,7 @@ from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, s
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
+from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import place
@@ -81,7 +81,6 @@ def next_round(
     inspection: Inspection,
     attempts: Iterable[Attempt] = (),
     trained: Sequence[TrainedSteps] = (),
-    calibration: Calibration | None = None,
     others: "OtherSizes | None" = None,
 ) -> Round:
     """Return the probes that are expected to better the decisions most for their node-seconds.
@@ -92,7 +91,6 @@ def next_round(
         inspection: dataset size and memory estimate.
         attempts: of the jobs so far; tell what a start costs.
         trained: steps of the run's trainings, which count beside the probes.
-        calibration: how wide intervals have to be, by trainings that have ended; None for as the models have them.
         others: with other numbers of GPUs a node, for the step time.
 
     Raises:
@@ -125,7 +123,6 @@ def next_round(
         inspection=inspection,
         attempts=attempts,
         trained=trained,
-        calibration=calibration or Calibration(),
         other_sizes=others or OtherSizes(),
     )
     rows = _select_weighed(forecast, fitting)
@@ -135,7 +132,6 @@ def next_round(
         forecast.steps,
         [_candidate(forecast, row) for row in rows],
         tolerance=spec.search.tolerance,
-        widened=forecast.calibration.step,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
     return Round(group_by_nodes(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
@@ -191,8 +187,8 @@ def _reducible_deviation(forecast: "Forecast", row: Prediction) -> float:
 
     if not row.step_low or not row.step_high:
         return 0.0
-    gpus, widened = forecast.spec.cluster.gpus_per_node, forecast.calibration.step
-    (repeats,) = widened * forecast.steps.repeat_deviation([row.nodes], [gpus], [row.local_batch])
+    gpus = forecast.spec.cluster.gpus_per_node
+    (repeats,) = forecast.steps.repeat_deviation([row.nodes], [gpus], [row.local_batch])
     return math.sqrt(max(0.0, (math.log(row.step_high / row.step_low) / INTERVAL) ** 2 - 2 * repeats**2))
 
 

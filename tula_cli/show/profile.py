@@ -1,6 +1,5 @@
 """What `tula profile` shows before it starts, and when it is done."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
 
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
     from tula_cli.services.profile import ProfilePlan, ProfileReport
-    from tula_cli.services.profiling.early_training import EarlyNoise
     from tula_cli.services.profiling.rounds import DryRun
     from tula_cli.services.profiling.unsettled import UpperBoundPlan
 
@@ -128,14 +126,3 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
 
 def _ms(seconds: float | None) -> str:
     return number(None if seconds is None else 1000 * seconds)
-
-
-def early_noise(found: "EarlyNoise") -> Iterator["RenderableType"]:
-    """What the first epochs of the training have told."""
-    trained = f"after {found.epochs} of {found.of} epochs at batch {found.batch}"
-    if found.noise is None:
-        yield f"{trained} the gradients do not tell their noise scale: what the probes saw at the start stays what counts"
-        return
-    high = "no bound" if math.isinf(found.noise.high) else number(found.noise.high)
-    yield f"gradient noise scale {number(found.noise.scale)} samples ({number(found.noise.low)} to {high}) {trained}"
-    yield "tula recommend goes by it: --objective accuracy-time, and the epochs that it tells beside each batch"

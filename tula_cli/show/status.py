@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.run.records.results import Branch, Evaluated, StepChange
     from tula_cli.services.progress.job_status import JobState, JobStatus, StageStatus, TrainingStatus, TuningStatus
-    from tula_cli.services.progress.ledger import Ledger, Outcome
     from tula_cli.services.progress.listing import RunSummary
     from tula_cli.services.progress.site_charge import SiteCharge
     from tula_cli.services.status import RunStatus
@@ -293,56 +292,6 @@ def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableTy
     yield from long_table(columns, [_run(run) for run in found], left=range(4), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in found if run.problem)
     yield from (f"{run.id}: {words}, and left out" for run in found for words in run.damaged)
-
-
-def ledger(found: "Ledger", *, width: int) -> Iterator["RenderableType"]:
-    """One row a finished training, on a screen of `width` columns; below it how far predictions are off in the middle."""
-    columns = (
-        "run",
-        "training",
-        "nodes",
-        "batch",
-        "step (ms)",
-        "predicted",
-        "by",
-        "error (%)",
-        "time (h)",
-        "predicted",
-        "error (%)",
-    )
-    if found.outcomes:
-        yield from long_table(columns, [_outcome(one) for one in found.outcomes], left=range(2), width=width)
-    else:
-        yield "no training has ended yet"
-    told = [
-        f"{what} {100 * error:.1f} %"
-        for what, error in (("of the step time", found.step_error), ("of the whole time", found.time_error))
-        if error is not None
-    ]
-    if told:
-        yield f"median error, signs aside: {', '.join(told)}"
-    if len(found.step_errors) > 1:
-        known = (f"by a {by} {100 * error:.1f} %" for by, error in found.step_errors.items())
-        yield f"of the step time, by what it was known by: {', '.join(known)}"
-    for kind, calibration in found.calibrations.items():
-        if calibration.words:
-            yield f"{kind}: {calibration.words}"
-    yield from found.problems
-
-
-def _outcome(one: "Outcome") -> list[str]:
-    def ms(seconds: float | None) -> str:
-        return "-" if seconds is None else number(1000 * seconds)
-
-    def signed(error: float | None) -> str:
-        return "-" if error is None else f"{100 * error:+.1f}"
-
-    return [
-        *(one.run, one.signature, str(one.nodes), str(one.batch)),
-        *(ms(one.actual_step), ms(one.predicted_step), one.by or "-"),
-        signed(one.step_error) + " outside" * (one.inside is False),
-        *(number(one.actual_hours), number(one.predicted_hours), signed(one.time_error)),
-    ]
 
 
 def _run(run: "RunSummary") -> list[str]:

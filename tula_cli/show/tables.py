@@ -152,7 +152,7 @@ def or_dash(value: float | None) -> str:
 
 
 def learnt(found: "Recommendation") -> Iterator[str]:
-    """Say what trainings have told: of the steps at their configurations, and of how wide intervals have to be."""
+    """Say what trainings have told of the steps at their configurations."""
     for (nodes, batch), own in itertools.groupby(found.trainings, key=lambda one: (one.nodes, one.batch)):
         seen = list(own)
         who = f"training{'s' * (len(seen) > 1)} {', '.join(one.signature for one in seen)}"
@@ -166,5 +166,3 @@ def learnt(found: "Recommendation") -> Iterator[str]:
             f" to {noise} %{changed}"
         )
     yield from (f"left out of the fit: {why}" for why in found.trainings_left_out)
-    if found.calibration is not None and found.calibration.words:
-        yield found.calibration.words

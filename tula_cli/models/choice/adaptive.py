@@ -78,16 +78,15 @@ def first(by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = 
     return list(dict.fromkeys([*ends, (most, their[0]), *([(most, their[-1])] if whole_steps else [])]))
 
 
-def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float, widened: float = 1.0) -> Proposal:
+def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
     """Return what to measure next.
 
     Args:
         fit: of the probes so far.
         candidates: every feasible configuration, probed or not; at least one.
         tolerance: expected regret below which nothing more is measured, as a share of a decision's time or cost.
-        widened: the fit's standard deviations are taken to be so many times as large (`calibration`).
     """
-    belief = _Belief.of(fit, candidates, widened)
+    belief = _Belief.of(fit, candidates)
     problem = _Problem.of(candidates)
     regrets = problem.regrets(belief)
     told = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets.items())
@@ -110,12 +109,11 @@ class _Belief:
     noise: Floats  # (n,) variance of one measurement
 
     @classmethod
-    def of(cls, fit: StepTimeFit, candidates: Sequence[Candidate], widened: float) -> "_Belief":
+    def of(cls, fit: StepTimeFit, candidates: Sequence[Candidate]) -> "_Belief":
         points = fit.points(
             [c.nodes for c in candidates], [c.gpus_per_node for c in candidates], [c.local_batch for c in candidates]
         )
         mean, covariance = fit.model.joint(points)
-        covariance = covariance * widened**2
         noise = fit.model.measurement_noise(points) ** 2
         # Where a candidate was measured, that is what is decided by; what is left open is another job on another day.
         for index, candidate in enumerate(candidates):

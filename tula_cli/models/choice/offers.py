@@ -79,8 +79,6 @@ class Offers:
     type: NDArray[np.str_]
     market: NDArray[np.str_]
     trained: NDArray[np.str_]
-    step_widened: Floats
-    hours_widened: Floats
     pareto: Flags
     stages: NDArray[np.object_]  # of a batch that grows, a tuple of StageSteps each; None where there are none
     parts: PartsColumns | None = None

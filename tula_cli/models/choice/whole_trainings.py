@@ -18,7 +18,7 @@ from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.recommendations import Calibration, TrainedSteps
+from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Spot
 
@@ -31,13 +31,6 @@ class Steps:
     low: Floats
     high: Floats
     fitted: Floats  # what the model says where seconds are measured ones
-
-    def widened(self, factor: float) -> "Steps":
-        """Return them with intervals so many times as wide, in logarithms."""
-        if factor == 1.0:
-            return self
-        low, high = (self.seconds * (bound / self.seconds) ** factor for bound in (self.low, self.high))
-        return replace(self, low=low, high=high)
 
     def estimates(self) -> list[Estimate]:
         """Return them one by one."""
@@ -62,7 +55,6 @@ class Known:
     eval_size: int | None  # held-out samples; None where no probe tells
     saving: CheckpointSchedule | None  # of a script: how often it writes what it goes on from
     trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
-    calibration: Calibration  # of the intervals
 
 
 @dataclass(frozen=True)
@@ -95,8 +87,7 @@ class Trainings:
         hours, nothing = time.hours(steps.seconds), np.full(len(nodes), np.nan)
         paid = hours - self.stages.unused_node_hours(nodes, batch) / nodes
         reserved, headroom = self._memory(nodes, local_batch if held is None else held, probes)
-        measured, width = ~np.isnan(steps.fitted), self.known.calibration
-        ends = width.hours / width.step
+        measured = ~np.isnan(steps.fitted)
         found = Offers(
             nodes=nodes,
             batch=batch,
@@ -106,16 +97,14 @@ class Trainings:
             step_high=steps.high,
             step_fitted=steps.fitted,
             hours=hours,
-            hours_low=np.maximum(0.0, hours - ends * np.hypot(hours - time.hours(steps.low), startup)),
-            hours_high=hours + ends * np.hypot(time.hours(steps.high) - hours, startup),
+            hours_low=np.maximum(0.0, hours - np.hypot(hours - time.hours(steps.low), startup)),
+            hours_high=hours + np.hypot(time.hours(steps.high) - hours, startup),
             cost=cost.cost(self.known.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved),
             node_hours=paid * nodes,
             peak_memory=reserved,
             headroom=headroom,
             measured=measured,
             trained=self._trained_at(nodes, local_batch, measured),
-            step_widened=np.full(len(nodes), width.step),
-            hours_widened=np.full(len(nodes), width.hours),
             further=nodes > max(count for count, _ in (*self.known.probes, *self.known.trained)),
             refresh_share=time.work.refreshes * time.overheads.refresh / (3600 * hours),
             energy=nothing,
@@ -194,7 +183,6 @@ class Trainings:
             hours=hours,
             hours_low=_finite(low),
             hours_high=_finite(high),
-            hours_widened=here.step_widened,
             cost=paid,
             node_hours=here.node_hours * share,
             market=np.full(len(here), "spot"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import field_validator
 
 from tula_cli.run.records.base import Market, Record, RecordedText
-from tula_cli.words import is_too_wide, plural
+from tula_cli.words import is_too_wide
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,8 +87,6 @@ class Prediction(Record):
     further: bool = False  # on more nodes than any probe had
     step_fitted: float | None = None  # what the fit says where step_time is a measured one
     trained: str = ""  # the newest training that has measured it, beside a probe or without one; empty where none has
-    step_widened: float = 1.0  # its interval is so many times as wide as the models have it (Calibration)
-    hours_widened: float = 1.0
     type: str = ""  # of the nodes; empty where the job names none
     market: Market = "on_demand"  # on spot nodes hours and cost are expected values
     same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
@@ -223,38 +221,6 @@ class TrainedSteps(Record):
         return self.batch // (self.nodes * self.gpus_per_node)
 
 
-MIN_SHARE_TOLD = 0.1
-"""By how much intervals are wider or narrower before that is said."""
-
-
-class Calibration(Record):
-    """How wide intervals have to be, by the trainings that have ended under one root on one kind of cluster."""
-
-    trainings: int = 0  # of which a step time was predicted with an interval
-    inside: int = 0  # whose step time was inside it
-    step: float = 1.0  # factor of the interval's width
-    hours_trainings: int = 0  # those that one attempt has trained: a failure's time is no error of a prediction
-    hours_inside: int = 0
-    hours: float = 1.0
-    bias: float | None = None  # mean of actual over predicted step time, less 1; None where chance may explain it
-
-    @property
-    def words(self) -> str:
-        """Say how wide intervals are and why; empty where that is nearly as the models have them, and there is no bias."""
-        told = [
-            f"{what} are {factor:.2g} times as wide: of {plural(count, 'finished training')} {inside} ended inside theirs"
-            for what, factor, count, inside in (
-                ("intervals of steps", self.step, self.trainings, self.inside),
-                ("intervals of whole times", self.hours, self.hours_trainings, self.hours_inside),
-            )
-            if abs(factor - 1) > MIN_SHARE_TOLD
-        ]
-        if self.bias is not None:
-            by = f"{abs(self.bias):.0%} {'longer' if self.bias > 0 else 'shorter'}"
-            told.append(f"steps of finished trainings took {by} than predicted, which is told and not applied")
-        return "; ".join(told)
-
-
 class Fallback(Record):
     """What a training goes on with after its first out-of-memory."""
 
@@ -385,7 +351,6 @@ class Recommendation(Record):
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types
     trainings_left_out: tuple[str, ...] = ()  # which do not, and why
-    calibration: Calibration | None = None  # of the intervals; None of an answer by an older tula
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
     created_at: float

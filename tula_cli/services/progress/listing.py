@@ -116,15 +116,6 @@ def _names(spec: Mapping[str, Any]) -> dict[str, str]:
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
 
 
-def run_folders(run: Path) -> list[Path]:
-    """Return the folders of what is measured and trained in a run: one a node type.
-
-    Raises:
-        TulaError: the job cannot be read.
-    """
-    return _job_names_and_folders(run)[1]
-
-
 # --- plain records
 
 
@@ -133,7 +124,7 @@ def _sound_records(paths: Iterable[Path], damaged: list[str], *needed: str) -> l
     records = []
     for path in paths:
         try:
-            record = read_plain_record(path, *needed)
+            record = _read_plain_record(path, *needed)
         except BadMeasurements as error:
             damaged.append(error.message)
             continue
@@ -142,7 +133,7 @@ def _sound_records(paths: Iterable[Path], damaged: list[str], *needed: str) -> l
     return records
 
 
-def read_plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
+def _read_plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
     """Return a record that has at least the keys that are needed; None where there is no such file.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The gradient noise that trainings have measured on their way (`train.gradient_noise`, `tula profile --progress`)."""
+"""The gradient noise that trainings have measured on their way (`train.gradient_noise`)."""
 
 import math
 from collections import defaultdict

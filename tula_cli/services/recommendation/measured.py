@@ -20,8 +20,7 @@ from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
-from tula_cli.services.progress.held_against import calibrated
+from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.services.recommendation.by_trainings import observations_from_trainings
 from tula_cli.services.recommendation.doubts import Results, UnknownConfigurations, describe_pending
 from tula_cli.services.recommendation.gradient_noise_of import noise_from_trainings, noise_path
@@ -78,8 +77,8 @@ class TypeMeasurements:
             BadMeasurements: too little was.
         """
         trained = [steps for steps_here in self.forecast.trained.values() for steps in steps_here]
-        probes, widened = self.forecast.probes.values(), self.forecast.calibration.step
-        return cross_validate_strategies(self.part.spec, probes, trained=trained, others=self.others, widened=widened)
+        probes = self.forecast.probes.values()
+        return cross_validate_strategies(self.part.spec, probes, trained=trained, others=self.others)
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return a forecast on the market that it is not for."""
@@ -109,7 +108,6 @@ def gather_measurements(
         Pending, BadMeasurements, Infeasible: no type is left.
     """
     all_measurements, errors = [], []
-    calibration, unread = calibrated(parts[0].run.path, parts[0].spec.cluster.kind)
     all_results = [result for results in results_of.values() for result in results]
     noise, tell = noise_path([part.run for part in parts], parts[0].spec, all_results), CachedTrainings()
     for part in parts:
@@ -117,19 +115,14 @@ def gather_measurements(
             results, pending_here = results_of[part.type], pending.get(part.type, 0)
             observations = TrainingObservations() if at_a_pace else tell(part)
             sizes = NO_OTHER_SIZES if at_a_pace else measurements_of_other_sizes(part, tell)
-            forecast = _fit_forecast(
-                part, results, observations.found, calibration, others=sizes, noise=noise, pending=pending_here
-            )
+            forecast = _fit_forecast(part, results, observations.found, others=sizes, noise=noise, pending=pending_here)
             measurements = _type_measurements(part, results, forecast, limits, observations, pending=pending_here)
             all_measurements.append(replace(measurements, others=sizes))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not all_measurements:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
-    return all_measurements, [
-        *(f"node type {part.type} is left out: {error.message}" for part, error in errors),
-        *unread,
-    ]
+    return all_measurements, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
 
 
 def _type_measurements(
@@ -256,19 +249,15 @@ def forecast_of_recommendation(run: RunDir, spec: JobSpec, others: OtherSizes = 
         BadMeasurements, Infeasible: as `Forecast.from_results`.
     """
     results = run.results()
-    calibration, _ = calibrated(run.path, spec.cluster.kind)
     observations = observations_from_trainings(run, spec, results)
     noise = noise_path([run], spec, results)
-    return _fit_forecast(
-        Part(None, run, spec), results, observations.found, calibration, others=others, noise=noise, pending=0
-    )
+    return _fit_forecast(Part(None, run, spec), results, observations.found, others=others, noise=noise, pending=0)
 
 
 def _fit_forecast(
     part: Part,
     results: Results,
     trained: Sequence[TrainedSteps],
-    calibration: Calibration,
     *,
     others: OtherSizes,
     noise: NoisePath | None,
@@ -277,7 +266,7 @@ def _fit_forecast(
     attempts, saves = part.run.attempts(), newest_saves(part.run)
     fit_with = functools.partial(Forecast.from_results, attempts=attempts, saves=saves, trained=trained)
     try:
-        return fit_with(part.spec, results, calibration=calibration, other_sizes=others, noise=noise)
+        return fit_with(part.spec, results, other_sizes=others, noise=noise)
     except (TooFew, Infeasible) as error:
         if pending:
             raise _pending_error(pending, error.message) from error

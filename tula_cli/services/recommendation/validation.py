@@ -52,7 +52,6 @@ class _Measurements:
     probes: Mapping[Place, Observation]
     trained: Mapping[Place, Sequence[TrainedSteps]]
     elsewhere: tuple[Observation, ...]  # with other numbers of GPUs a node, which every fit takes
-    widened: float  # intervals are so many times as wide as the models have them
 
     @property
     def places(self) -> list[Place]:
@@ -82,7 +81,6 @@ def cross_validate_strategies(
     *,
     trained: Iterable[TrainedSteps] = (),
     others: OtherSizes = NO_OTHER_SIZES,
-    widened: float = 1.0,
 ) -> tuple[Validation, ...]:
     """Judge the strategies on the probes of one kind of node; those that tell nothing of any other probe are left out.
 
@@ -94,14 +92,13 @@ def cross_validate_strategies(
         probes: of it.
         trained: the steps of its trainings, one a training and configuration.
         others: with other numbers of GPUs a node, which every fit takes as well.
-        widened: intervals are so many times as wide as the models have them (`Calibration.step`).
 
     Raises:
         BadMeasurements: no strategy tells anything, as too little was measured.
     """
     probed = {(probe.nodes, probe.local_batch): of_probe(probe) for probe in probes}
     elsewhere = (*map(of_probe, others.probes), *map(as_observation, others.trained))
-    measurements = _Measurements(spec, probed, group_by_configuration(trained), elsewhere, widened)
+    measurements = _Measurements(spec, probed, group_by_configuration(trained), elsewhere)
     by_nodes = group_by_nodes(probed)
     validations: list[Validation] = []
     for name in JUDGED_STRATEGIES:
@@ -112,7 +109,7 @@ def cross_validate_strategies(
         ):
             validations.append(judged)
     if measurements.trained and (pairs := _predict_leave_one_out(measurements, measurements.places, trainings=True)):
-        validations.append(_validation_row(measurements, TRAININGS, len(probed), pairs, left_out_once=True))
+        validations.append(_validation_row(TRAININGS, len(probed), pairs, left_out_once=True))
     if not validations:
         raise BadMeasurements(
             f"nothing of each other follows from {plural(len(probed), 'probe')}",
@@ -133,14 +130,12 @@ def _judge_strategy(measurements: _Measurements, name: str, chosen: Sequence[Pla
     pairs = _predict_pairs(measurements, probes, unseen) + (
         _predict_leave_one_out(measurements, chosen, trainings=False) if takes_all else []
     )
-    return _validation_row(measurements, name, len(chosen), pairs, left_out_once=takes_all) if pairs else None
+    return _validation_row(name, len(chosen), pairs, left_out_once=takes_all) if pairs else None
 
 
-def _validation_row(
-    measurements: _Measurements, name: str, probes: int, pairs: Pairs, *, left_out_once: bool
-) -> Validation:
+def _validation_row(name: str, probes: int, pairs: Pairs, *, left_out_once: bool) -> Validation:
     off = np.array([abs(estimate.seconds / seconds - 1) for seconds, estimate in pairs])
-    is_inside = [_is_inside(seconds, estimate, measurements.widened) for seconds, estimate in pairs]
+    is_inside = [_is_inside(seconds, estimate) for seconds, estimate in pairs]
     return Validation(
         strategy=name,
         probes=probes,
@@ -152,11 +147,8 @@ def _validation_row(
     )
 
 
-def _is_inside(seconds: float, estimate: Estimate, widened: float) -> bool:
-    low, high = (
-        end and estimate.seconds * (end / estimate.seconds) ** widened for end in (estimate.low, estimate.high)
-    )
-    return (low or 0.0) <= seconds <= (high or 0.0)
+def _is_inside(seconds: float, estimate: Estimate) -> bool:
+    return (estimate.low or 0.0) <= seconds <= (estimate.high or 0.0)
 
 
 def _predict_leave_one_out(measurements: _Measurements, places: Sequence[Place], *, trainings: bool) -> Pairs:

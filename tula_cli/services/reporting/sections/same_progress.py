@@ -44,7 +44,7 @@ def same_progress_section(material: Material) -> Section:
 
 NO_NOISE = (
     "gradients were not measured: it takes probes on two or more GPUs, or a local batch of 2 or more (of a script"
-    " DistributedDataParallel); tula profile --progress measures the noise a tenth into the training"
+    " DistributedDataParallel); a training with train.gradient_noise measures the noise after each epoch"
 )
 
 

@@ -150,6 +150,15 @@ def test_kept_rows_give_the_same_tables(rows: list[Row], tmp_path: Path) -> None
     assert [Row(**row) for row in again] == comparison.read_rows(path)
 
 
+def test_the_kept_measurement_is_read_and_summed_up() -> None:
+    kept = ROOT / "benchmarks/results/reality.csv"
+    rows = comparison.read_rows(kept)
+    jobs = {row.job for row in rows}
+    assert jobs >= set(reality.KINDS) and {row.job for row in rows if row.truth == TRAINING} == jobs
+    printed = run_program("--summary", str(kept)).stdout
+    assert printed == comparison.tables(rows) + "\n" and all(f"| {job} |" in printed for job in jobs)
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("nodes,batch\n1,2\n")
     with pytest.raises(SystemExit, match=r"other\.csv does not hold rows of this benchmark"):

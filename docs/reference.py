@@ -6,6 +6,7 @@ A key's words are its comment in the source of its section: beside it, or on lin
 """
 
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -26,6 +27,7 @@ from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
 from tula_cli.spec.methods import METHODS
+from tula_cli.spec.old_keys import REMOVED, RENAMED
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.schema.descriptions import descriptions, inner_sections, sections
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
@@ -43,6 +45,9 @@ WRITTEN = {
 
 # --- the job file
 
+OLD_KEYS_HEAD = """A renamed key is still read under its old name, with a warning. A removed key is still read where it has the value that tula now
+always uses, as in the runs of older versions; another value is an error."""
+
 
 def job_spec() -> str:
     """Return the page of every key of a job file."""
@@ -56,12 +61,27 @@ def job_spec() -> str:
             parts += ["What stands in its texts for what is not known when they are written:", _placeholders()]
         if path == "ags":
             parts += ["What the presets say where the section does not:", _presets()]
+    parts += ["## Renamed and removed keys", OLD_KEYS_HEAD, _old_keys()]
     return "\n\n".join(parts) + "\n"
 
 
 SPEC_HEAD = """Every key, its type, its default and what it means. A key that is not listed is refused, with the nearest one that is.
 `batch` is global, samples an optimizer step over all GPUs; `local_batch` is one GPU's. `tula init` writes a file with
 comments; [getting started](getting-started.md#the-job-file) has the smallest useful one and where values come from."""
+
+
+def _old_keys() -> str:
+    """Return the tables of renamed and removed keys."""
+    renamed = [f"| `{old}` | `{old.rpartition('.')[0]}.{new}` |" for old, new in RENAMED.items()]
+    removed = [
+        f"| `{key}` | {f'`{json.dumps(entry.accepted[-1])}`' if entry.accepted else ''} | {entry.advice} |"
+        for key, entry in REMOVED.items()
+    ]
+    tables = (
+        ["| old name | name |", "| --- | --- |", *renamed],
+        ["| removed | always | instead |", "| --- | --- | --- |", *removed],
+    )
+    return "\n\n".join("\n".join(table) for table in tables)
 
 
 def _placeholders() -> str:

@@ -341,7 +341,7 @@ def test_training_out_of_memory_with_micro_batches_of_one_sample_ends(
 def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_asked_for(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
-    shrink = make_runs.spec(train={"epochs": 1, "oom": "shrink"})
+    shrink = make_runs.spec(train={"epochs": 1, "oom_policy": "shrink"})
     times = {128: 0.4, 64: 0.25, 32: 0.2}
     ladder = tuple(Rung(batch=b, prediction=make_runs.prediction(1, b, step_time=s)) for b, s in times.items())
     run.write_task(training.model_copy(update={"spec": shrink, "ladder": ladder}))

@@ -91,11 +91,11 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     assert found["metrics"]["top1"] == pytest.approx(best.best_top1)
     assert tula("status")["data"]["evaluations"] == [found]
 
-    measuring = ("--set", "train.gradient_noise={batches: 64}", "--set", "train.until.epochs=1")
+    measuring = ("--set", "train.gradient_noise={batches: 64}", "--set", "train.early_stopping.epochs=1")
     early = tula("train", "--nodes", "1", "--batch", "32", *measuring)["data"]
-    assert early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.until.epochs is 1"
+    assert early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.early_stopping.epochs is 1"
     told = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
-    assert "after 1 of 3 epochs" in told and run.spec().train.until is None, "the job stays as it is"
+    assert "after 1 of 3 epochs" in told and run.spec().train.early_stopping is None, "the job stays as it is"
 
     tula("check", "job.yaml", "--fresh")
     tula("export", "--to", "tensorboard")
@@ -112,7 +112,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
 
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:
-    shrink = ("--set", LIMIT, "--set", "train.oom=shrink", "--set", "train.tensorboard=true")
+    shrink = ("--set", LIMIT, "--set", "train.oom_policy=shrink", "--set", "train.tensorboard=true")
     summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "1024", *shrink)["data"]
     assert summary["start_batch"] == 1024
     assert summary["batch"] < 1024

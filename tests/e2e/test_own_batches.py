@@ -88,7 +88,7 @@ def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> N
 
 @pytest.mark.proof
 def test_lengths_of_text_are_measured_and_told_beside_the_choice(tula) -> None:
-    sequence = {"lengths": [8, 16], "options": ["dataset.args.length", "model.args.n_positions"]}
+    sequence = {"lengths": [8, 16], "lengths_map_to": ["dataset.args.length", "model.args.n_positions"]}
     write(tula, **KINDS["transformer"], search={**JOB["search"], "sequence": sequence})
     data = tula("profile", "job.yaml")["data"]
     assert [probe["local_batch"] for probe in data["measured"]] == [16, 32] and set(data["lengths"]) == {"length-8"}

@@ -391,5 +391,5 @@ def test_the_first_rung_knows_its_cuts() -> None:
     results = probe_all(Truth(), SWEEP)
     first, *rest = Forecast.from_results(spec(), results).fallback_rungs(4, 64)
     assert list(first.cut) == [2, 4, 8, 16] and not any(rung.cut for rung in rest)
-    (shrunk, *_) = Forecast.from_results(spec(train={"oom": "shrink"}), results).fallback_rungs(4, 64)
+    (shrunk, *_) = Forecast.from_results(spec(train={"oom_policy": "shrink"}), results).fallback_rungs(4, 64)
     assert not shrunk.cut and shrunk.prediction == first.prediction

@@ -52,8 +52,8 @@ def test_what_is_no_epoch_is_so_many_steps_or_so_long() -> None:
 
 
 def test_what_the_section_says_counts_until_a_training_has_shown_it() -> None:
-    said = job({**RESUME, "every": "epoch"})
-    assert saving(spec=said).epochs == 1 and saving(spec=job({**RESUME, "every": 500})).steps == 500
+    said = job({**RESUME, "checkpoint_interval": "epoch"})
+    assert saving(spec=said).epochs == 1 and saving(spec=job({**RESUME, "checkpoint_interval": 500})).steps == 500
     assert saving(3200, 3200, spec=said).steps == 100
     assert not saving().is_known and saving(spec=job(None)).is_known
 

@@ -104,7 +104,7 @@ def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
 @pytest.mark.parametrize(
     ("why", "words"),
     [
-        ("train.oom is shrink", "out of memory at batch 64"),
+        ("train.oom_policy is shrink", "out of memory at batch 64"),
         (
             "",
             "out of memory at batch 64; its micro-batches are not cut: the ranks ended before they knew how far that may go",
@@ -122,13 +122,13 @@ def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) ->
     [
         ("train.py -b {micro_batch} -a {accumulate}", "accumulate", ""),
         ("train.py -b {micro_batch} -a {accumulate_total}", "accumulate", ""),
-        ("train.py -b {micro_batch} -a {accumulate}", "shrink", "train.oom is shrink"),
+        ("train.py -b {micro_batch} -a {accumulate}", "shrink", "train.oom_policy is shrink"),
         ("train.py -b {local_batch}", "accumulate", "the command has no {micro_batch}"),
         ("train.py -b {local_batch} -a {accumulate}", "accumulate", "the command has no {micro_batch}"),
     ],
 )
 def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) -> None:
-    spec = validate({"script": {"command": command, **SCRIPT}, "train": {"oom": oom}}, source="test")
+    spec = validate({"script": {"command": command, **SCRIPT}, "train": {"oom_policy": oom}}, source="test")
     found = cannot_accumulate(spec)
     assert found.startswith(words) and bool(found) is bool(words)
 

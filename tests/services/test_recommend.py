@@ -774,7 +774,7 @@ def test_a_damaged_job_is_told_and_left_out(run: RunDir) -> None:
     assert ["probe-n001.json is damaged" in text for text in ask(run).warnings].count(True) == 1
 
 
-@pytest.mark.parametrize("train", [{"oom": "shrink"}, {"method": "ags", "reference_batch": 256}])
+@pytest.mark.parametrize("train", [{"oom_policy": "shrink"}, {"method": "ags", "reference_batch": 256}])
 def test_where_micro_batches_stay_the_fallback_is_the_next_smaller_batch(tmp_path: Path, train: dict[str, Any]) -> None:
     # of method ags one GPU gives all of its micro-batch of 64 to the small batch
     job = spec(search={"max_batch": 4096}, train=train, ags={"b_small": 64})

@@ -212,7 +212,7 @@ def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, 
 
 
 def test_a_training_that_ended_early_is_held_against_what_was_predicted_for_its_epochs(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, make_runs.spec(train={"epochs": 16, "until": {"patience": 1}}))
+    run = RunDir.create(tmp_path, make_runs.spec(train={"epochs": 16, "early_stopping": {"patience": 1}}))
     task = trained_for_two_hours(run, make_runs.prediction(2, 128, hours=8.0, cost=16.0))
     result = make_runs.train_result(task.signature)
     for ended, hours in (("no better epoch", 2.0), ("", 8.0)):

@@ -295,7 +295,7 @@ def test_a_job_has_a_script_in_place_of_the_loops_sections() -> None:
             "accumulate",
             "seed",
             "workers",
-            "oom",
+            "oom_policy",
             "max_attempts",
         }
         again = validate(written, source="again")

@@ -4,6 +4,7 @@ import functools
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from tula_cli.cli.outputs import diff, export, run_report
 from tula_cli.errors import DiskFull, SpecError, TulaError
 from tula_cli.run.storage.space import FULL
 from tula_cli.show.screen import Screen, spell_in_ascii
+from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
 
 app = typer.Typer(
@@ -110,6 +112,23 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command; return its exit code. What is not the user's to mend is raised."""
     screen = screen or Screen()
     screen.expect(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", OldKeyWarning)
+        warnings.showwarning = functools.partial(_show_warning, screen, warnings.showwarning)
+        return _run(arguments, screen)
+
+
+def _show_warning(
+    screen: Screen, default: Callable[..., None], message: Warning | str, *where: Any, **more: Any
+) -> None:
+    """Show an old name of a key in a job as a warning of the command; other warnings of Python as they are."""
+    if isinstance(message, OldKeyWarning):
+        screen.warn(str(message))
+    else:
+        default(message, *where, **more)
+
+
+def _run(arguments: Sequence[str], screen: Screen) -> int:
     if hint := REPLACED.get(screen.command):
         return _failed(screen, SpecError(f"there is no command {screen.command} any more", hint))
     try:

@@ -309,7 +309,7 @@ class Forecast(Known):
         return {split: row for split, row in predictions.items() if row is not None}
 
     def predict_split(self, config: Config, split: int) -> Prediction | None:
-        """Forecast a configuration whose micro-batches are computed in so many parts (`train.oom: accumulate`).
+        """Forecast a configuration whose micro-batches are computed in so many parts (`train.oom_policy: accumulate`).
 
         A step is one at that much smaller a batch, and before it the local work of the other parts: each counts an update,
         which is made once, so it is rather too long. None where the probes do not tell it, or the parts are not equal.

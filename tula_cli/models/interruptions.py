@@ -65,7 +65,7 @@ class CheckpointSchedule:
         if not self.resumes:
             return "it goes on from no checkpoint (no script.resume): an interruption costs all that was trained until then"
         if not self.is_known:
-            return f"how often it saves is not known until it trains (or say script.resume.every){self._setting_text}"
+            return f"how often it saves is not known until it trains (or say script.resume.checkpoint_interval){self._setting_text}"
         interval_text = self._interval_text
         timed = None if step_time is None or epoch_steps is None else self.interval(step_time, epoch_steps=epoch_steps)
         seconds = self.seconds if timed is None else timed
@@ -108,7 +108,7 @@ def checkpoint_schedule(script: Script, saves: Iterable[Save], *, dataset_size: 
     if resume is None and not saves_:  # there are some of a script that was seen to resume by itself
         return CheckpointSchedule(resumes=False, asked=script.save)
     if not saves_:
-        interval = resume.every if resume is not None else None
+        interval = resume.checkpoint_interval if resume is not None else None
         in_steps = interval if isinstance(interval, int) else None
         return CheckpointSchedule(True, script.save, epochs=1 if interval == "epoch" else None, steps=in_steps)
     if epochs := _whole_epochs(saves_, dataset_size):

@@ -35,8 +35,8 @@ LESS_MEMORY_FOR_SCRIPT = "search more nodes, lower search.min_batch, or have the
 
 def cannot_accumulate(spec: JobSpec) -> str:
     """Return why a job's micro-batches stay as they are after an out-of-memory; empty where they need not."""
-    if spec.train.oom == "shrink":
-        return "train.oom is shrink"
+    if spec.train.oom_policy == "shrink":
+        return "train.oom_policy is shrink"
     if spec.script is not None and not spec.script.accumulates:
         return "the command has no {micro_batch} with {accumulate} or {accumulate_total}"
     return ""
@@ -131,7 +131,9 @@ def next_fallback(
         reason = why_not or "the ranks ended before they knew how far that may go"
         # Where the user has asked for it there is nothing to explain.
         explained = (
-            message if why_not == "train.oom is shrink" else f"{message}; its micro-batches are not cut: {reason}"
+            message
+            if why_not == "train.oom_policy is shrink"
+            else f"{message}; its micro-batches are not cut: {reason}"
         )
         return Fallback(1, 1, explained) if len(batches) > 1 else None
     failed = splits_.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)

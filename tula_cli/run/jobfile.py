@@ -10,9 +10,11 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.merge import leaves, merge_sources, override
+from tula_cli.spec.merge import leaves, override
+from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.signature import signature
 from tula_cli.spec.stored import without_removed_values
+from tula_cli.spec.yaml_text import read_yaml
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,7 @@ def _load_with_overrides(path: Path, stored: JobSpec, overrides: Sequence[str]) 
 
     The run's file writes out every default, and that of `train.ramp_nodes` follows from the ramp: it is derived anew.
     """
-    stored_content, _ = merge_sources(path, overrides=(), environ={}, site_files=())
-    content = without_removed_values(stored_content)
+    content = without_removed_values(replace_old_keys(read_yaml(path)))
     default = "auto" if stored.train.ramp == "decay" else "same"
     if content.get("train", {}).get("ramp_nodes") == default:
         del content["train"]["ramp_nodes"]

@@ -74,7 +74,7 @@ class TrainPlan:
     interruption: str = ""  # what one costs a script, in words
     rehearses: bool = False  # a rehearsal of the script's resume comes first
     balance: BalanceCheck | None = None  # of the account that pays; None where the price is not what SLURM bills
-    ends: ExpectedEnd | None = None  # where train.until is expected to end it; None where nothing tells
+    ends: ExpectedEnd | None = None  # where train.early_stopping is expected to end it; None where nothing tells
 
 
 def part_to_train(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:

@@ -94,9 +94,9 @@ def _nodes_planned(task: "TrainTask") -> Iterator[str]:
 
 
 def _early_end(plan: "TrainPlan") -> str:
-    """Say when train.until is expected to end a training, or that nothing tells."""
+    """Say when train.early_stopping is expected to end a training, or that nothing tells."""
     if plan.ends is None:
-        return "train.until may end it earlier; times and costs are those of all epochs"
+        return "train.early_stopping may end it earlier; times and costs are those of all epochs"
     predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
     told = f"{duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
     return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {told}; what follows is of all epochs"
@@ -134,7 +134,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if predicted is None:
         yield "no prediction of time and cost: nothing was measured for this"
         return
-    if task.spec.train.until is not None and task.spec.train.until.by_metric:
+    if task.spec.train.early_stopping is not None and task.spec.train.early_stopping.by_metric:
         yield _early_end(plan)
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
@@ -178,7 +178,7 @@ def _samples(test: bool) -> str:
 
 
 def _best(found: "Summary") -> str:
-    """Return the best epoch's result by what it was judged: train.best, top-1, a language model's perplexity, or the loss."""
+    """Return the best epoch's result by what it was judged: train.best_checkpoint, top-1, a language model's perplexity, or the loss."""
     if found.best is not None:
         return f"best {found.best.metric} {number(found.best.value, 4)}"
     if "top1" in found.metrics:
@@ -203,7 +203,7 @@ def summary(
     if found.metrics:
         yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
     if found.ended:
-        yield f"ended {found.ended} (train.until); what is predicted is for the epochs that it took"
+        yield f"ended {found.ended} (train.early_stopping); what is predicted is for the epochs that it took"
     yield ""
     yield _predicted_against_actual(found, charge)
     if charge is not None:

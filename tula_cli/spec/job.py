@@ -21,6 +21,7 @@ from tula_cli.spec.ags import Ags, Auto, divided
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
+from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.parts.of_export import Export
 from tula_cli.spec.parts.of_search import Search
 from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE
@@ -72,7 +73,8 @@ class JobSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _script_takes_the_place_of_the_loop(cls, content: Any) -> Any:
+    def _keys_are_current_and_script_replaces_the_loop(cls, content: Any) -> Any:
+        content = replace_old_keys(content)
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
         return section.filled(content)
@@ -220,15 +222,15 @@ class JobSpec(Section):
             )
         if self.length is None:
             raise ValueError(
-                f"search.sequence needs the job's own length: set {sequence.options[0]} to it, or name in"
-                " search.sequence.options the argument that holds it (dataset.args.X or model.args.X), as an integer"
+                f"search.sequence needs the job's own length: set {sequence.lengths_map_to[0]} to it, or name in"
+                " search.sequence.lengths_map_to the argument that holds it (dataset.args.X or model.args.X), as an integer"
             )
         longest = max(sequence.lengths)
         for key, value in self.model.longest_text.items():
-            if value < longest and f"model.args.{key}" not in sequence.options:
+            if value < longest and f"model.args.{key}" not in sequence.lengths_map_to:
                 raise ValueError(
                     f"search.sequence: the model takes at most {value} positions (model.args.{key}), and {longest} is to be"
-                    f" measured; add model.args.{key} to search.sequence.options, or raise it"
+                    f" measured; add model.args.{key} to search.sequence.lengths_map_to, or raise it"
                 )
         return self
 
@@ -367,7 +369,7 @@ class JobSpec(Section):
         sequence = self.search.sequence
         if sequence is None:
             return None
-        section, _, key = sequence.options[0].split(".")
+        section, _, key = sequence.lengths_map_to[0].split(".")
         found = (self.dataset.args if section == "dataset" else self.model.args).get(key)
         return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
@@ -385,7 +387,7 @@ class JobSpec(Section):
 
     def _of_length(self, length: int, sequence: SequenceLengths) -> "JobSpec":
         base = self.model_dump(mode="json", exclude_unset=True)
-        for option in sequence.options:
+        for option in sequence.lengths_map_to:
             section, _, key = option.split(".")
             base[section].setdefault("args", {})[key] = length
         search = {"nodes": [min(self.search.nodes)], "strategy": "sweep", "sequence": None}

@@ -7,6 +7,7 @@ from typing import Any
 
 from tula_cli.assets import config_files
 from tula_cli.errors import SpecError, require_list
+from tula_cli.spec.old_keys import replace_old_keys, replace_old_path
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
 SITE_FILE = "site.yaml"
@@ -27,9 +28,8 @@ def merge_sources(
     origins: dict[str, str] = {}
     found = reversed(config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
     sites = [site_file for site_file in found if site_file.is_file()]
-    for site_file in sites:
-        merge(merged, read_yaml(site_file), origins, source=str(site_file))
-    merge(merged, read_yaml(path), origins, source=str(path))
+    for file in (*sites, path):
+        merge(merged, replace_old_keys(read_yaml(file), source=str(file)), origins, source=str(file))
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
@@ -69,12 +69,14 @@ def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, 
 
 def _assign(into: dict[str, Any], key: str, text: str, origins: dict[str, str], *, source: str) -> None:
     """Set `a.b.c` to a value in YAML; a mapping replaces what was there."""
+    key = replace_old_path(key, source=source)
     *sections, last = key.split(".")
     for part in sections:
         if not isinstance(into.get(part), dict):
             into[part] = {}
         into = into[part]
-    into[last] = parse_yaml(text, source=f"{source} {key}")
+    value = parse_yaml(text, source=f"{source} {key}")
+    into[last] = replace_old_keys(value, prefix=f"{key}.", source=source)
     for leaf in [known for known in origins if known == key or known.startswith(f"{key}.")]:
         del origins[leaf]
     for leaf, _ in leaves(into[last], key):

@@ -10,12 +10,8 @@ from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.parts.of_search import REMOVED_STRATEGIES
+from tula_cli.spec.old_keys import advice
 from tula_cli.spec.resources import NodeType
-
-REPLACED: Mapping[tuple[str, ...], str] = {
-    ("search", "steps"): "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"
-}
-"""Keys that there once were, and what is in their place."""
 
 _BATCH = (
     "tula chooses the batch: train.reference_batch is the one that optimizer.lr was tuned for, search.min_batch and"
@@ -64,8 +60,8 @@ def problem(item: Any, *, of_script: bool = False) -> Problem:
     """
     path = _readable_path(item["loc"])
     if item["type"] == "extra_forbidden":
-        if hint := REPLACED.get(item["loc"][-2:]):
-            return Problem(path, "no such key", hint)
+        if hint := advice(re.sub(r"\[\d+\]", "", path)):
+            return Problem(path, "no such key any more", hint)
         return Problem(
             path, "no such key", _hint(str(item["loc"][-1]), _names_at(item["loc"][:-1]), of_script=of_script)
         )

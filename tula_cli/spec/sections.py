@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import Arguments, Method, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import DEFAULT_METHOD, Facts, facts_of
-from tula_cli.spec.parts.of_train import Best, GradientNoise, Hessian, Stages, Until
+from tula_cli.spec.parts.of_train import BestCheckpoint, EarlyStopping, GradientNoise, Hessian, Stages
 
 LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
 _POSITIONS = ("n_positions", "max_position_embeddings")
@@ -46,11 +46,11 @@ class SequenceLengths(Section):
         list[Positive], Field(min_length=1)
     ]  # for example [128, 256, 512]; the job's own is always measured
     # the arguments that each length is written into; the first one holds the job's own, for example add model.args.n_positions
-    options: Annotated[list[LengthOption], Field(min_length=1)] = ["dataset.args.length"]
+    lengths_map_to: Annotated[list[LengthOption], Field(min_length=1)] = ["dataset.args.length"]
 
     @model_validator(mode="after")
     def _each_is_named_once(self) -> "SequenceLengths":
-        for key, values in (("lengths", self.lengths), ("options", self.options)):
+        for key, values in (("lengths", self.lengths), ("lengths_map_to", self.lengths_map_to)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{key} names one twice: {values}")
         return self
@@ -288,7 +288,7 @@ class Train(Section):
     ramp_nodes: Literal["same", "auto"] = "same"
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
-    oom: Literal["accumulate", "shrink"] = "accumulate"
+    oom_policy: Literal["accumulate", "shrink"] = "accumulate"
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
     tensorboard: bool = False  # the same as export: [{to: tensorboard, by: job}]; needs the extra trackers
     diagnostics: bool = False  # gradient norms of every step also where the method does not take them by itself
@@ -297,8 +297,8 @@ class Train(Section):
     # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
     # whose mean over samples it is, or of a class with update, compute and reset, as torchmetrics has them
     metrics: dict[MetricName, str | dict[str, Arguments]] = {}
-    best: Best = Best()  # which epoch's checkpoint is `best`
-    until: Until | None = None  # what ends the training before its last epoch
+    best_checkpoint: BestCheckpoint = BestCheckpoint()  # which epoch's checkpoint is `best`
+    early_stopping: EarlyStopping | None = None  # what ends the training before its last epoch
 
     @model_validator(mode="after")
     def _metrics_are_known(self) -> "Train":
@@ -307,19 +307,24 @@ class Train(Section):
                 raise ValueError(f"metrics.{name}: the name is taken")
             named(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)
-        asked = {"best.metric": self.best.metric, "until.metric": self.until.metric if self.until else "auto"}
+        stopping = self.early_stopping
+        asked = {
+            "best_checkpoint.metric": self.best_checkpoint.metric,
+            "early_stopping.metric": stopping.metric if stopping else "auto",
+        }
         for path, name in asked.items():
             if name not in known:
                 raise ValueError(f"{path}: there is no metric {name!r}; {nearest(name, known) or ', '.join(known)}")
-        until = self.until
-        if until and self.goal == "auto" and (until.at_least is not None or until.at_most is not None):
-            raise ValueError("until: a metric is needed beside at_least or at_most, for example metric: top1")
+        has_target = stopping is not None and (stopping.at_least is not None or stopping.at_most is not None)
+        if has_target and self.goal == "auto":
+            raise ValueError("early_stopping: a metric is needed beside at_least or at_most, for example metric: top1")
         return self
 
     @property
     def epochs_at_most(self) -> int:
         """The epochs after which a training is over, whatever its metrics come to; schedules are those of `epochs`."""
-        return self.epochs if self.until is None else min(self.epochs, self.until.epochs or self.epochs)
+        stopping = self.early_stopping
+        return self.epochs if stopping is None else min(self.epochs, stopping.epochs or self.epochs)
 
     @property
     def sharded(self) -> bool:
@@ -328,8 +333,9 @@ class Train(Section):
 
     @property
     def goal(self) -> str:
-        """The metric that `until` looks at."""
-        return self.best.metric if self.until is None or self.until.metric == "auto" else self.until.metric
+        """The metric that `early_stopping` compares with its limits."""
+        stopping = self.early_stopping
+        return self.best_checkpoint.metric if stopping is None or stopping.metric == "auto" else stopping.metric
 
     @property
     def metric_names(self) -> tuple[str, ...]:

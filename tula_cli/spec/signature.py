@@ -89,10 +89,10 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["train"] = (
         spec.train.model_dump(
             exclude={
-                *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
+                *("workers", "checkpoint_every", "oom_policy", "max_attempts", "tensorboard", "diagnostics", "hessian"),
                 "gradient_noise",
-                *("metrics", "best"),  # they tell of the weights and change none
-                *(() if spec.train.until else ("until",)),
+                *("metrics", "best_checkpoint"),  # they tell of the weights and change none
+                "early_stopping",
                 *(name for name in ("ramp", "ramp_noise") if getattr(spec.train, name) is None),
                 "max_lr_factor",
                 *(() if spec.train.ramp_nodes != "same" else ("ramp_nodes",)),
@@ -104,8 +104,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         | _computing(spec.train, {"tf32"})
         | _lr_limit(spec, batch)
     )
-    if spec.train.until and spec.train.until.epochs is None:
-        parts["train"]["until"].pop("epochs")  # as before there was such a key
+    if (stopping := spec.train.early_stopping) is not None:  # `until` was its name
+        parts["train"]["until"] = stopping.model_dump(exclude={"epochs"} if stopping.epochs is None else None)
     if isinstance(spec.train.ramp, list):
         parts["train"]["ramp"] = [stage.model_dump(exclude=_without_nodes(stage)) for stage in spec.train.ramp]
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)

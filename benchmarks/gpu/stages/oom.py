@@ -54,7 +54,7 @@ def job(stage: Stage, left: int, *, batch: int) -> dict[str, Any]:
         "model": {"name": "small_cnn", "args": {"width": 8}} if stage.tiny else {"name": "resnet50"},
         "dataset": {"name": "gpu.images:dataset", "args": {"side": side, "count": 2 * batch}},
         "optimizer": {"lr": 1e-3, "momentum": 0.9},
-        "train": {"epochs": 1, "method": "lbt", "oom": "shrink", "workers": workers},
+        "train": {"epochs": 1, "method": "lbt", "oom_policy": "shrink", "workers": workers},
         "search": {"nodes": [1], "min_batch": batch // 4, "max_batch": batch, "max_node_hours": 1, **SHORT},
         "cluster": {"kind": "local", "device": stage.device},
     }

@@ -21,7 +21,7 @@ def rows(*top1: float, **more: list[float]) -> list[dict[str, Any]]:
 
 def train(**until: Any) -> Train:
     metrics = {"f1": "mine:f1"} if until.get("metric") == "f1" else {}
-    return Train(epochs=9, until=until, metrics=metrics)  # type: ignore[arg-type]
+    return Train(epochs=9, early_stopping=until, metrics=metrics)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise, epochs_equivalent, equivalent_constant_noise, same_progress
 from tula_cli.models.forecast import Forecast
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_train import Until
+from tula_cli.spec.parts.of_train import EarlyStopping
 
 PROBES = {2: (16, 32, 64, 128), 16: (2, 64)}
 TRUTH = Truth(dataset_size=12_800)
@@ -51,7 +51,7 @@ def test_a_training_that_ends_early_has_taken_its_stages_whole() -> None:
 
 def test_epochs_that_are_not_trained_take_nothing() -> None:
     subject = job("auto")
-    train = subject.train.model_copy(update={"until": Until(epochs=1)})
+    train = subject.train.model_copy(update={"early_stopping": EarlyStopping(epochs=1)})
     short = Forecast.from_results(subject.model_copy(update={"train": train}), probe_all(TRUTH, PROBES))
     row = short.predict(Config(2, 256))
     assert [(stage.batch, stage.steps) for stage in row.stages] == [(32, 200), (64, 100), (128, 0)]

@@ -18,9 +18,9 @@ JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"s_m
 
 
 def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None:
-    text = "lbt, ags:refresh={every: 5, }:delta=0.1,lbt:optimizer.betas=[0.9,0.99],a.b:C:train.best={metric: 'x,y'},"
+    text = "lbt, ags:refresh={every: 5, }:delta=0.1,lbt:optimizer.betas=[0.9,0.99],a.b:C:train.best_checkpoint={metric: 'x,y'},"
     assert split_rows(text) == (
-        "lbt", "ags:refresh={every: 5, }:delta=0.1", "lbt:optimizer.betas=[0.9,0.99]", "a.b:C:train.best={metric: 'x,y'}",
+        "lbt", "ags:refresh={every: 5, }:delta=0.1", "lbt:optimizer.betas=[0.9,0.99]", "a.b:C:train.best_checkpoint={metric: 'x,y'}",
     )  # fmt: skip
     assert split_rows("") == ()
 

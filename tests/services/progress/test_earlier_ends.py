@@ -1,4 +1,4 @@
-"""Where train.until is expected to end a training, by earlier ones of the same job."""
+"""Where train.early_stopping is expected to end a training, by earlier ones of the same job."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ UNTIL = {"metric": "top1", "at_least": 0.7}
 
 
 def job(*, until: Any = UNTIL, seed: int = 0, lr: float = 0.1, epochs: int = 10) -> JobSpec:
-    return make.spec(train={"epochs": epochs, "until": until, "seed": seed}, optimizer={"lr": lr})
+    return make.spec(train={"epochs": epochs, "early_stopping": until, "seed": seed}, optimizer={"lr": lr})
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_the_plan_of_a_training_says_which_it_rests_on(run: RunDir) -> None:
     trained(run, "a", 50, 71, spec=job())
     new = task(job())
     plan = TrainPlan(new, new.prediction, "as given", False, None, Source(Path(), ""), price="1 USD")
-    assert "train.until may end it earlier; times and costs are those of all epochs" in list(train_plan(plan))
+    assert "train.early_stopping may end it earlier; times and costs are those of all epochs" in list(train_plan(plan))
     known = TrainPlan(**{**vars(plan), "ends": expected_end(run, new, code="")})
     (line,) = [line for line in train_plan(known) if isinstance(line, str) and "earlier training" in line]
     assert line == (

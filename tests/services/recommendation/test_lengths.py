@@ -66,7 +66,7 @@ def ask(run: RunDir) -> Recommendation:
 
 
 def test_each_length_is_written_into_its_options_and_a_few_batches_are_measured() -> None:
-    job = text({"lengths": [256, 128, 64], "options": ["dataset.args.length", "model.args.n_positions"]})
+    job = text({"lengths": [256, 128, 64], "lengths_map_to": ["dataset.args.length", "model.args.n_positions"]})
     found = job.by_length()
     assert job.length == 128 and list(found) == [64, 256]
     other = found[256]
@@ -91,7 +91,7 @@ def test_a_length_that_cannot_be_is_refused(job: dict[str, Any], told: str) -> N
 
 
 @pytest.mark.parametrize(
-    "sequence", [{"lengths": []}, {"lengths": [8, 8]}, {"lengths": [8], "options": ["train.epochs"]}]
+    "sequence", [{"lengths": []}, {"lengths": [8, 8]}, {"lengths": [8], "lengths_map_to": ["train.epochs"]}]
 )
 def test_lengths_and_options_are_checked(sequence: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="sequence"):

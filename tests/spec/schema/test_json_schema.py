@@ -117,7 +117,7 @@ def test_the_resolved_job_is_taken_too(place):
         ("train.hessian", True),
         ("train.gradient_noise", {"every": 2}),
         ("train.metrics", {"f1": {"torchmetrics:F1Score": {"task": "binary"}}}),
-        ("train.until", {"metric": "top1", "at_least": 0.7}),
+        ("train.early_stopping", {"metric": "top1", "at_least": 0.7}),
         ("ags.delta", "inf"),
         ("ags.delta", float("inf")),
         ("ags.refresh", {"every": 50}),

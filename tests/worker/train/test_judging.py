@@ -121,7 +121,7 @@ def test_check_tells_which_metrics_send_their_batches() -> None:
 
 
 def test_metrics_are_told_in_rows_and_result_and_by_the_best_epoch(alone: Ranks, run: RunDir) -> None:
-    task = train(run, alone, epochs=4, metrics=OWN, best={"metric": "error", "mode": "min"})
+    task = train(run, alone, epochs=4, metrics=OWN, best_checkpoint={"metric": "error", "mode": "min"})
     result = run.training(task.signature).result()
     epochs = list(rows(run, task, "epoch"))
     errors = [row["metrics"]["error"] for row in epochs]
@@ -137,12 +137,14 @@ def never(outputs: Any, batch: Any) -> float:
 
 
 def test_a_best_that_is_no_number_is_said_once_and_at_the_end(alone: Ranks, run: RunDir) -> None:
-    task = train(run, alone, epochs=2, metrics={"never": f"{HERE}:never"}, best={"metric": "never", "mode": "min"})
+    task = train(
+        run, alone, epochs=2, metrics={"never": f"{HERE}:never"}, best_checkpoint={"metric": "never", "mode": "min"}
+    )
     result = run.training(task.signature).result()
     assert result is not None and result.best is not None
     assert (result.best.metric, result.best.value, result.best_epoch) == ("never", None, 1)
     (said,) = [row["message"] for row in rows(run, task, "warning")]
-    assert "train.best: never is no finite number at epoch 1" in said
+    assert "train.best_checkpoint: never is no finite number at epoch 1" in said
 
 
 # --- the best
@@ -166,7 +168,7 @@ def values(**known: float) -> dict[str, float]:
     ],
 )
 def test_better_in_either_direction(best: dict[str, str], new: Any, old: Any, is_better: bool) -> None:
-    asked = section(metrics={"f1": "a:b"}, best=best).best
+    asked = section(metrics={"f1": "a:b"}, best_checkpoint=best).best_checkpoint
     kept = goals.remembered(values(**old), asked, epoch=1)
     assert goals.better(values(**new), kept, asked) is is_better
     assert goals.better(values(**new), {}, asked)
@@ -176,7 +178,7 @@ def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
     assert goals.better(
         values(f1=0.1),
         {"top1": 99.0, "loss": 0.1, "epoch": 3.0},
-        section(metrics={"f1": "a:b"}, best={"metric": "f1"}).best,
+        section(metrics={"f1": "a:b"}, best_checkpoint={"metric": "f1"}).best_checkpoint,
     )
 
 
@@ -196,26 +198,26 @@ def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
 )
 def test_what_ends_a_training(until: dict[str, Any], found: dict[str, float], why: str) -> None:
     kept = {"top1": 50.0, "loss": 1.0, "epoch": 2.0}
-    assert goals.reached(values(**found), kept, section(until=until), epoch=5) == why
+    assert goals.reached(values(**found), kept, section(early_stopping=until), epoch=5) == why
 
 
 def test_a_training_ends_at_its_target_with_a_result_and_stays_ended(alone: Ranks, run: RunDir) -> None:
-    task = train(run, alone, epochs=50, until={"metric": "loss", "at_most": 100})
+    task = train(run, alone, epochs=50, early_stopping={"metric": "loss", "at_most": 100})
     result = run.training(task.signature).result()
     assert result is not None
     assert (result.epochs, result.samples) == (1, 96) and result.ended.startswith("loss is")
     assert run.training(task.signature).weights() is not None
-    train(run, alone, epochs=50, until={"metric": "loss", "at_most": 100})
+    train(run, alone, epochs=50, early_stopping={"metric": "loss", "at_most": 100})
     assert len(list(rows(run, task, "start"))) == 1
 
 
 def test_a_training_killed_between_its_early_end_and_its_result_trains_no_more(alone: Ranks, run: RunDir) -> None:
     until = {"metric": "loss", "at_most": 100}
-    task = train(run, alone, epochs=50, until=until)
+    task = train(run, alone, epochs=50, early_stopping=until)
     result = run.training(task.signature).result()
     assert result is not None
     (run.training(task.signature).path / "result.json").unlink()
-    train(run, alone, epochs=50, until=until)
+    train(run, alone, epochs=50, early_stopping=until)
     again = run.training(task.signature).result()
     assert again is not None
     assert (again.samples, again.ended, again.metrics) == (result.samples, result.ended, result.metrics)
@@ -223,7 +225,12 @@ def test_a_training_killed_between_its_early_end_and_its_result_trains_no_more(a
 
 def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> None:
     task = train(
-        run, alone, epochs=50, metrics={"size": f"{HERE}:whole"}, best={"metric": "size"}, until={"patience": 2}
+        run,
+        alone,
+        epochs=50,
+        metrics={"size": f"{HERE}:whole"},
+        best_checkpoint={"metric": "size"},
+        early_stopping={"patience": 2},
     )
     result = run.training(task.signature).result()
     assert result is not None
@@ -235,9 +242,9 @@ def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> N
     [
         ({"metrics": {"top1": "a:b"}}, "metrics.top1: the name is taken"),
         ({"metrics": {"f1": "f1"}}, "an import string is package.module:attribute"),
-        ({"best": {"metric": "los"}}, "there is no metric 'los'; did you mean loss"),
-        ({"until": {}}, "needs at_least, at_most, patience or epochs"),
-        ({"until": {"at_least": 0.5}}, "a metric is needed beside at_least"),
+        ({"best_checkpoint": {"metric": "los"}}, "there is no metric 'los'; did you mean loss"),
+        ({"early_stopping": {}}, "needs at_least, at_most, patience or epochs"),
+        ({"early_stopping": {"at_least": 0.5}}, "a metric is needed beside at_least"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: str) -> None:
@@ -248,8 +255,8 @@ def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: st
 
 
 def test_metrics_name_no_training_and_its_end_does() -> None:
-    plain, own = spec(), spec(train={"metrics": OWN, "best": {"metric": "error"}})
-    ends = spec(train={"until": {"patience": 2}})
+    plain, own = spec(), spec(train={"metrics": OWN, "best_checkpoint": {"metric": "error"}})
+    ends = spec(train={"early_stopping": {"patience": 2}})
     assert train_signature(plain, nodes=1, batch=8) == train_signature(own, nodes=1, batch=8)
     assert train_signature(plain, nodes=1, batch=8) != train_signature(ends, nodes=1, batch=8)
     assert signature(plain) == signature(own) == signature(ends)

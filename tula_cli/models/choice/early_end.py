@@ -1,4 +1,4 @@
-"""A training that `train.until` ends before its last epoch: when earlier ones would have ended, and what is then predicted."""
+"""A training that `train.early_stopping` ends before its last epoch: when earlier ones would have ended, and what is then predicted."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,8 +19,8 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
     kept: dict[str, float] = {}
     for row in rows:
         values, epoch = _values(row), int(row["epoch"])
-        if goals.better(values, kept, train.best):
-            kept = goals.remembered(values, train.best, epoch=epoch)
+        if goals.better(values, kept, train.best_checkpoint):
+            kept = goals.remembered(values, train.best_checkpoint, epoch=epoch)
         if goals.reached(values, kept, train, epoch=epoch):
             return epoch
     return None
@@ -28,7 +28,7 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
 
 def tells(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
     """Return whether rows have the metrics that `until` and `best` ask for; a metric may have come later."""
-    asked = {train.goal, train.best.metric} - {"auto"}
+    asked = {train.goal, train.best_checkpoint.metric} - {"auto"}
     return all(any(not math.isnan(_values(row).get(name, math.nan)) for row in rows) for name in asked)
 
 

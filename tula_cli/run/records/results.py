@@ -99,14 +99,14 @@ class Scaled(Record):
 
 
 class Reached(Record):
-    """The best value of the metric that train.best names."""
+    """The best value of the metric that train.best_checkpoint names."""
 
     metric: str
     value: float | None  # None where no evaluation came to a finite one
 
     @classmethod
     def from_metric(cls, metric: str, value: float | None) -> "Reached | None":
-        """Return it where train.best names a metric; without a value it names none."""
+        """Return it where train.best_checkpoint names a metric; without a value it names none."""
         return None if value is None else cls(metric=metric, value=value if math.isfinite(value) else None)
 
 
@@ -122,9 +122,9 @@ class TrainResult(Record):
     metrics: dict[str, float]  # of the last epoch: loss, top1, top5, perplexity, train.metrics; those that are finite
     best_top1: float | None  # None where there are no classes
     best_loss: float | None = None  # on the evaluation set, of the best epoch
-    best_epoch: int  # by train.best: of the highest top-1, or of the least loss where there are no classes
-    best: Reached | None = None  # where train.best names a metric
-    ended: str = ""  # why before the last epoch (train.until); empty where it did not
+    best_epoch: int  # by train.best_checkpoint: of the highest top-1, or of the least loss where there are no classes
+    best: Reached | None = None  # where train.best_checkpoint names a metric
+    ended: str = ""  # why before the last epoch (train.early_stopping); empty where it did not
     step_time: float | None  # seconds, over all epochs at the last batch; None where all refreshed AGS
     finished_at: float
     tuning: Tuning | None = None  # of method auto
@@ -215,8 +215,8 @@ class Summary(Record):
     best_top1: float | None  # None where there are no classes
     best_loss: float | None = None  # on the evaluation set, of the best epoch; None of a script
     best_epoch: int
-    best: Reached | None = None  # where train.best names a metric
-    ended: str = ""  # why before the last epoch, and how many it was (train.until)
+    best: Reached | None = None  # where train.best_checkpoint names a metric
+    ended: str = ""  # why before the last epoch, and how many it was (train.early_stopping)
     currency: str
     causes: tuple[RecordedText, ...]  # why each relaunch happened
     lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop

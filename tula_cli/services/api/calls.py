@@ -20,6 +20,7 @@ from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import override
+from tula_cli.spec.old_keys import replace_old_keys
 
 ROOT = "tula-runs"
 Job = str | Path | Mapping[str, Any] | JobSpec
@@ -137,7 +138,9 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
         raise SpecError(f"{job!r} is no job", "give the path of a job.yaml, its content as a mapping, or a spec")
     if isinstance(job, JobSpec) and not overrides:
         return job
-    content = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, JobSpec) else deepcopy(dict(job))
+    is_spec = isinstance(job, JobSpec)
+    content = job.model_dump(mode="json", exclude_unset=True) if is_spec else deepcopy(dict(job))
+    content = replace_old_keys(content, source="the job")
     override(content, overrides, {})
     return validate(content, source="the job")
 

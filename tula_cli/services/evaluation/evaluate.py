@@ -151,8 +151,8 @@ def _code_digest(job: JobSpec, workdir: Path) -> str:
 def _evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
     """Return the job as it was trained, with the test set, the metrics, the loader and the cluster of now."""
     dataset = trained.dataset.model_copy(update={"test": current.dataset.test})
-    # best and until name metrics, so they go with these: a record whose names do not fit could not be read again
-    of_now = {key: getattr(current.train, key) for key in ("metrics", "best", "until", "workers")}
+    # best_checkpoint and early_stopping name metrics, so they go with these: a record whose names do not fit could not be read again
+    of_now = {key: getattr(current.train, key) for key in ("metrics", "best_checkpoint", "early_stopping", "workers")}
     train = trained.train.model_copy(update=of_now)
     return trained.model_copy(update={"dataset": dataset, "train": train, "cluster": current.cluster})
 

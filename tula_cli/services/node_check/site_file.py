@@ -13,6 +13,7 @@ from tula_cli.services.node_check.site_finding import SiteFinding, ok, problem, 
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.merge import SITE_FILE, leaves, merge
+from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.yaml_text import read_yaml
 from tula_cli.words import plural
 
@@ -70,7 +71,12 @@ def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> 
     content: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for settings_file in files:
-        merge(content, read_yaml(settings_file), origins, source=str(settings_file))
+        merge(
+            content,
+            replace_old_keys(read_yaml(settings_file), source=str(settings_file)),
+            origins,
+            source=str(settings_file),
+        )
     return SiteSettings(files, content, origins)
 
 

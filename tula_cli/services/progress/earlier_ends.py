@@ -1,4 +1,4 @@
-"""When `train.until` will end a training, as far as earlier trainings of the same job tell."""
+"""When `train.early_stopping` will end a training, as far as earlier trainings of the same job tell."""
 
 import math
 import statistics
@@ -44,7 +44,12 @@ def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | No
         code: digest of the user's own code that it runs.
     """
     train = task.spec.train
-    if train.until is None or not train.until.by_metric or task.prediction is None or task.spec.script is not None:
+    if (
+        train.early_stopping is None
+        or not train.early_stopping.by_metric
+        or task.prediction is None
+        or task.spec.script is not None
+    ):
         return None
     batches_by_epoch: dict[int, list[int]] = {}
     for signature in run.train_signatures():
@@ -72,7 +77,7 @@ def _trains_alike(run: RunDir, earlier: TrainTask, spec: JobSpec, code: str) -> 
 
 def _job_signature(spec: JobSpec) -> str:
     """Return what trainings share that differ in seed, nodes, batch and what ends them."""
-    train = spec.train.model_copy(update={"until": None, "seed": 0})
+    train = spec.train.model_copy(update={"early_stopping": None, "seed": 0})
     return train_signature(spec.model_copy(update={"train": train}), nodes=1, batch=1)
 
 

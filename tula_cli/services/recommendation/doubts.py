@@ -114,7 +114,7 @@ def _warn_extrapolated(forecast: Forecast, chosen: Prediction) -> str:
 
 def _why_no_spot(forecast: Forecast) -> str:
     if forecast.saving is not None and not forecast.saving.is_known:
-        return "how often the script saves is not known until it trains (or say script.resume.every)"
+        return "how often the script saves is not known until it trains (or say script.resume.checkpoint_interval)"
     return "interruptions would leave no time to get anywhere"
 
 

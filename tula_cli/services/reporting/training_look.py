@@ -54,8 +54,8 @@ class TrainingMaterial:
 
     @property
     def metric(self) -> str:
-        """What it is judged by: train.best, top1, perplexity, or the loss on the evaluation set."""
-        requested_metric = self.task.spec.train.best.metric
+        """What it is judged by: train.best_checkpoint, top1, perplexity, or the loss on the evaluation set."""
+        requested_metric = self.task.spec.train.best_checkpoint.metric
         epochs = self.rows_of_kind("epoch")
         names = (
             [requested_metric, "top1", "perplexity"]

@@ -44,8 +44,8 @@ class GradientNoise(Section):
     )
 
 
-class Best(Section):
-    """What the best checkpoint is best in."""
+class BestCheckpoint(Section):
+    """The metric by which the best checkpoint is chosen."""
 
     metric: str = "auto"  # top1, top5, loss, perplexity or one of train.metrics; auto: top1, loss without classes
     mode: Literal["auto", "max", "min"] = "auto"  # auto: min of loss and perplexity, max of all others
@@ -56,13 +56,13 @@ class Best(Section):
         return self.mode == "min" or (self.mode == "auto" and self.metric in ("loss", "perplexity"))
 
 
-class Until(Section):
-    """What ends a training before its last epoch; each epoch's evaluation is asked."""
+class EarlyStopping(Section):
+    """Conditions that end a training before its last epoch, checked after the evaluation of each epoch."""
 
-    metric: str = "auto"  # as of train.best, whose it is by default
+    metric: str = "auto"  # auto: that of train.best_checkpoint
     at_least: float | None = None  # of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
     at_most: float | None = None  # for example of loss
-    patience: Positive | None = None  # epochs in a row without a better train.best
+    patience: Positive | None = None  # epochs in a row without a better value of train.best_checkpoint.metric
     epochs: Positive | None = None  # that are done; schedules stay those of train.epochs
 
     @property
@@ -71,7 +71,7 @@ class Until(Section):
         return any(value is not None for value in (self.at_least, self.at_most, self.patience))
 
     @model_validator(mode="after")
-    def _something_ends_it(self) -> "Until":
+    def _something_ends_it(self) -> "EarlyStopping":
         if not self.by_metric and self.epochs is None:
             raise ValueError("needs at_least, at_most, patience or epochs, for example {metric: top1, at_least: 0.76}")
         return self

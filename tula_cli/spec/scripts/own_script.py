@@ -71,7 +71,7 @@ class Resume(Section):
     checkpoint: Filled  # its path, or a pattern with *, of which the newest is taken: {out}/checkpoint*.pth
     # with which batch it may go on: the same, another from an epoch's end on, any; rehearse: as a rehearsal finds
     batch: Literal["rehearse", "same", "epoch", "any"] = "rehearse"
-    every: Literal["epoch"] | Positive | None = (
+    checkpoint_interval: Literal["epoch"] | Positive | None = (
         None  # how often it saves (epoch, or so many steps), while no training has shown it
     )
 

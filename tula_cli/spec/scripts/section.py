@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tula_cli.spec.methods import METHODS
+from tula_cli.spec.old_keys import advice
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import names
 from tula_cli.spec.sections import Dataset, Model, Optimizer
@@ -12,7 +13,7 @@ from tula_cli.words import plural
 
 OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
 """Sections of tula's own loop: a script builds all of it by itself."""
-TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom", "max_attempts"}
+TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom_policy", "max_attempts"}
 """Settings of section train that reach a script: by placeholders, or because they are about starting it."""
 PRESET = "robust"
 """Of section ags: the one that acts without a line of the script changed."""
@@ -50,7 +51,7 @@ def filled(content: Mapping[str, Any]) -> dict[str, Any]:
     if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
         raise ValueError(f"{' and '.join(foreign)} mean nothing beside script, which builds its own; leave them out")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
-    if unknown := sorted(train.keys() - TRAIN):
+    if unknown := sorted(key for key in train.keys() - TRAIN if not advice(f"train.{key}")):
         raise ValueError(
             f"train.{unknown[0]} means nothing to a script, whose command says what it does; of section train it has"
             f" {', '.join(sorted(TRAIN))}"

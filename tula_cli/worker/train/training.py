@@ -325,7 +325,7 @@ class Training:
         self.context.energy.save()
         epoch = self.trainer.position.epoch
         # Rank 0 alone knows the best epoch.
-        if is_best := self.first and goals.better(result.values, self.best, self.task.spec.train.best):
+        if is_best := self.first and goals.better(result.values, self.best, self.task.spec.train.best_checkpoint):
             self._remember_best(result)
         self._decide_to_stop(result)
         if self.first:
@@ -341,7 +341,7 @@ class Training:
     def _decide_to_stop(self, result: Evaluation) -> None:
         """Find out whether the training ends here; rank 0, which knows the best epoch so far, tells the others."""
         train, epoch = self.task.spec.train, self.trainer.position.epoch
-        if train.until is None or self.trainer.until is not None:
+        if train.early_stopping is None or self.trainer.until is not None:
             return
         why = ""
         if self.first and epoch < train.epochs:
@@ -350,7 +350,9 @@ class Training:
 
     def _remember_best(self, result: Evaluation) -> None:
         """Keep an evaluation as the best so far."""
-        self.best = goals.remembered(result.values, self.task.spec.train.best, epoch=self.trainer.position.epoch)
+        self.best = goals.remembered(
+            result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
+        )
 
     def _measure_curvature(self) -> None:
         """Write a row with the extreme Hessian eigenvalues, where that is asked for and due; every rank takes part.
@@ -368,7 +370,7 @@ class Training:
         trainer, signature = self.trainer, self.task.signature
         values = result.values
         metrics = {"eval_loss": values.pop("loss"), **values}
-        metric, rows = self.task.spec.train.best.metric, self.run.training(signature).metrics()
+        metric, rows = self.task.spec.train.best_checkpoint.metric, self.run.training(signature).metrics()
         self.run.write_train_result(
             TrainResult(
                 signature=signature,

@@ -312,13 +312,13 @@ class TrainingLog:
         return self.diagnostics.report(self.trainer, scaled=ags["scaled"] if ags else None)
 
     def warn_of_evaluation(self, result: Evaluation) -> None:
-        """Say once that the evaluation is not finite where the training is, and that train.best is not."""
-        metric, epoch = self.task.spec.train.best.metric, self.trainer.position.epoch
+        """Say once that the evaluation is not finite where the training is, and that train.best_checkpoint is not."""
+        metric, epoch = self.task.spec.train.best_checkpoint.metric, self.trainer.position.epoch
         value = result.own.get(metric, 0.0) if result.samples else 0.0
         if not math.isfinite(value) and "best" not in self.said:
             self.said.add("best")
             self.warn(
-                f"train.best: {metric} is no finite number at epoch {epoch}: such an epoch is the best only where there"
+                f"train.best_checkpoint: {metric} is no finite number at epoch {epoch}: such an epoch is the best only where there"
                 " is no other, and then the first of them"
             )
         if result.samples and not math.isfinite(result.loss) and "evaluation" not in self.said:

@@ -67,10 +67,10 @@ def test_a_training_that_measures_it_ends_with_the_same_weights_and_tells_each_t
 def test_a_training_ends_after_the_epochs_that_until_names_by_the_schedule_of_all(run: RunDir, alone: Ranks) -> None:
     rates = []
     for until in (None, {"epochs": 2}):
-        job = spec(train={"epochs": 4, "until": until}, schedule={"kind": "cosine"})
+        job = spec(train={"epochs": 4, "early_stopping": until}, schedule={"kind": "cosine"})
         task = train_task(job)
         run_training(task, run, alone, build_datasets(job))
         rates.append([row["lr"] for row in rows(run, task, "epoch")])
     assert len(rates[0]) == 4 and rates[1] == rates[0][:2]
     result = run.training(task.signature).result()
-    assert result is not None and (result.epochs, result.ended) == (2, "train.until.epochs is 2")
+    assert result is not None and (result.epochs, result.ended) == (2, "train.early_stopping.epochs is 2")

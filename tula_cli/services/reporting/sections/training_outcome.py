@@ -48,7 +48,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
         changed = f" (started with {end.start_batch})" if end.batch != end.start_batch else ""
         yield f"Training {task.signature}{others_text}, {where}, batch {end.batch}{changed}: done in {duration(3600 * end.actual_hours)}."
         if end.ended:
-            yield f"It ended {end.ended} (train.until); what is predicted is for the epochs that it took."
+            yield f"It ended {end.ended} (train.early_stopping); what is predicted is for the epochs that it took."
     for cause in end.causes if end is not None else ():
         yield f"Relaunched: {first_line(cause)}."
 

@@ -1,0 +1,107 @@
+"""Keys of older job files: renamed ones are read with a warning, removed ones where they have their old default."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tula_cli.errors import SpecError
+from tula_cli.services.api.calls import load_job
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec, validate
+from tula_cli.spec.merge import ENV_PREFIX
+from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning
+from tula_cli.spec.signature import cluster_signature, rehearsal_signature, signature, train_signature
+
+OLD = json.loads((Path(__file__).parents[1] / "fixtures" / "old_specs.json").read_text())
+"""Jobs as runs of an older version hold them, whole, with the names of their runs, trainings, nodes and resume tests there."""
+JOB = "model: {name: resnet18}\ndataset: {name: CIFAR10}\noptimizer: {lr: 0.1}\ntrain: {epochs: 10}\n"
+CONTENT = {"model": {"name": "resnet18"}, "dataset": {"name": "CIFAR10"}, "optimizer": {"lr": 0.1}}
+
+
+def at(spec: JobSpec, path: str) -> Any:
+    value: Any = spec
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def loaded(tmp_path: Path, text: str, *overrides: str, **more: Any) -> JobSpec:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return load_spec(path, overrides=overrides, **{"environ": {}, "site_files": (), **more})
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_jobs_of_older_runs_are_read_without_a_word_and_keep_the_names_of_runs_and_trainings(name: str) -> None:
+    old = OLD[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        spec = validate(old["spec"], source=name)
+    assert signature(spec) == old["signature"]
+    assert train_signature(spec, nodes=2, batch=1024) == old["training"]
+    assert cluster_signature(spec.cluster) == old["cluster"]
+    if "rehearsal" in old:
+        assert rehearsal_signature(spec, "code") == old["rehearsal"]
+    assert validate(spec.model_dump(mode="json"), source=name).model_dump() == spec.model_dump()
+
+
+def test_what_older_runs_say_is_kept_under_the_new_names() -> None:
+    train = validate(OLD["judged"]["spec"], source="").train
+    assert (train.oom_policy, train.best_checkpoint.metric, train.early_stopping and train.early_stopping.patience) == ("shrink", "loss", 5)  # fmt: skip
+    script = validate(OLD["script"]["spec"], source="").script
+    assert script and script.resume and script.resume.checkpoint_interval == "epoch"
+
+
+def test_a_renamed_key_is_read_and_reported_wherever_a_user_writes_it(tmp_path: Path) -> None:
+    text = JOB.replace("epochs: 10", "epochs: 10, until: {patience: 3}")
+    site = tmp_path / "site.yaml"
+    site.write_text("train: {oom: shrink}\n")
+    variable = f"{ENV_PREFIX}TRAIN__BEST__METRIC"
+    with pytest.warns(OldKeyWarning) as caught:
+        spec = loaded(tmp_path, text, "train.until.epochs=4", environ={variable: "loss"}, site_files=[site])
+    stopping = spec.train.early_stopping
+    assert stopping is not None and (stopping.patience, stopping.epochs) == (3, 4)
+    assert (spec.train.oom_policy, spec.train.best_checkpoint.metric) == ("shrink", "loss")
+    assert sorted(str(each.message).replace(f"{tmp_path}/", "") for each in caught) == [
+        "--set: train.until.epochs is now train.early_stopping.epochs; the old name is still read",
+        f"{variable}: train.best.metric is now train.best_checkpoint.metric; the old name is still read",
+        "job.yaml: train.until is now train.early_stopping; the old name is still read",
+        "site.yaml: train.oom is now train.oom_policy; the old name is still read",
+    ]
+
+
+def test_a_renamed_key_of_a_mapping_in_python_is_reported_and_the_mapping_stays() -> None:
+    content = {**CONTENT, "train": {"epochs": 3, "oom": "shrink"}}
+    with pytest.warns(OldKeyWarning, match=r"the job: train\.oom is now train\.oom_policy"):
+        spec = load_job(content)
+    assert spec.train.oom_policy == "shrink" and content["train"] == {"epochs": 3, "oom": "shrink"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_job({**CONTENT, "train": {"epochs": 3, "oom_policy": "shrink"}}) == spec
+
+
+def test_later_sources_win_whichever_name_they_use(tmp_path: Path) -> None:
+    text = JOB.replace("epochs: 10", "epochs: 10, oom_policy: shrink")
+    with pytest.warns(OldKeyWarning):
+        assert loaded(tmp_path, text, "train.oom=accumulate").train.oom_policy == "accumulate"
+
+
+def test_both_names_of_a_key_are_refused(tmp_path: Path) -> None:
+    text = JOB.replace("epochs: 10", "epochs: 10, oom_policy: shrink, oom: shrink")
+    with pytest.raises(SpecError) as caught:
+        loaded(tmp_path, text)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "train.oom: no such key any more (it is now oom_policy, which is given too)"
+    ]
+
+
+def test_every_name_in_the_tables_is_right() -> None:
+    spec = validate(OLD["defaults"]["spec"], source="")
+    for path, name in RENAMED.items():
+        section, _, old = path.rpartition(".")
+        if section.startswith("train"):
+            assert hasattr(at(spec, section), name) and not hasattr(at(spec, section), old)
+    assert all(removed.advice for removed in REMOVED.values())

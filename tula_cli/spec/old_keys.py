@@ -1,0 +1,100 @@
+"""Keys of older job files: renamed ones, which are still read, and removed ones, with what to do instead.
+
+`JobSpec` takes both by itself, so that the runs of older versions stay readable. Where a user writes keys (files, variables,
+`--set`, mappings in Python) the old spelling of a renamed one is reported with the new one.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RENAMED: Mapping[str, str] = {
+    "script.resume.every": "checkpoint_interval",
+    "search.sequence.options": "lengths_map_to",
+    "train.best": "best_checkpoint",
+    "train.oom": "oom_policy",
+    "train.until": "early_stopping",
+}
+"""New names of keys, in the same section."""
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A key that no longer exists: it may still be given with a value that means what tula now always does."""
+
+    accepted: tuple[Any, ...]  # such values, the one that says what tula does last
+    advice: str
+
+
+REMOVED: Mapping[str, Removed] = {
+    "search.steps": Removed(
+        (), "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"
+    ),
+}
+
+
+class OldKeyWarning(FutureWarning):
+    """The old spelling of a key in something that a user wrote."""
+
+
+def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = None) -> Any:
+    """Return part of a job with the new names of its keys, and without removed keys that have their old default.
+
+    Args:
+        content: a mapping, a list or a single value; it is not changed.
+        prefix: the path of `content` in the job with a dot at its end; empty for the whole job.
+        source: where a user has written `content`: renamed keys are reported by an `OldKeyWarning`. None: nothing is reported.
+    """
+    if isinstance(content, list):
+        return [replace_old_keys(item, prefix=prefix, source=source) for item in content]
+    if not isinstance(content, Mapping):
+        return content
+    replaced = {}
+    for key, value in content.items():
+        path = f"{prefix}{key}"
+        table_path, removed = _path_in_tables(path), REMOVED.get(_path_in_tables(path))
+        if removed is not None and value in removed.accepted:
+            continue
+        name = RENAMED.get(table_path, key)
+        if name != key and name in content:  # both are given: validation refuses the old one
+            name = key
+        elif name != key and source is not None:
+            _report(path, f"{prefix}{name}", source)
+        replaced[name] = replace_old_keys(value, prefix=f"{prefix}{name}.", source=source)
+    return replaced
+
+
+def replace_old_path(path: str, *, source: str) -> str:
+    """Return the path of a key, `a.b.c`, with the new names of its parts; reports an old one.
+
+    Args:
+        path: as a user has written it.
+        source: where.
+    """
+    parts: list[str] = []
+    for part in path.split("."):
+        name = RENAMED.get(_path_in_tables(".".join((*parts, part))), part)
+        parts.append(name)
+    current = ".".join(parts)
+    if current != path:
+        _report(path, current, source)
+    return current
+
+
+def advice(path: str) -> str:
+    """Return what to do instead of a key that no longer exists, `a.b.c`; empty if there is no such advice for it."""
+    table_path = _path_in_tables(path)
+    if removed := REMOVED.get(table_path):
+        return removed.advice
+    return f"it is now {RENAMED[table_path]}, which is given too" if table_path in RENAMED else ""
+
+
+def _path_in_tables(path: str) -> str:
+    """Return a path without node_types.NAME: what follows is laid over the job's own sections."""
+    parts = path.split(".")
+    return ".".join(parts[2:] if parts[0] == "node_types" and len(parts) > 2 else parts)
+
+
+def _report(old: str, new: str, source: str) -> None:
+    warnings.warn(f"{source}: {old} is now {new}; the old name is still read", OldKeyWarning, stacklevel=2)

@@ -35,9 +35,14 @@ from tula_cli.worker.train import checkpoint, evaluation, hessian, tuning
 from tula_cli.worker.train import loop as worker_train_loop
 
 TRAIN = train_task(spec(train={"checkpoint_every": 1e-9, "epochs": 3, "method": "ags"}, ags={"delta": "inf"}))
-ARMS = [{"name": "x2", "lr_factor": 2.0}, {"name": "robust", "method": "ags", "ags": {"preset": "robust"}}]
+ARMS = [{"name": "x2", "lr_factor": 2.0}, {"name": "robust", "method": "ags"}]
 TUNED = train_task(
-    spec(train={"method": "auto", "epochs": 3}, model={"args": {"norm": True}}, auto={"arms": ARMS, "epochs": 1})
+    spec(
+        train={"method": "auto", "epochs": 3},
+        model={"args": {"norm": True}},
+        ags={"preset": "robust"},
+        auto={"arms": ARMS, "branch_epochs": 1},
+    )
 )
 NETWORK = {"model": {"args": {"dropout": 0.3, "norm": True}}}
 AGS = {"train": {"method": "ags", "accumulate": 2}, "ags": {"delta": "inf", "b_small": 5}}

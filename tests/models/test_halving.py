@@ -88,32 +88,40 @@ def test_an_arm_alone_says_what_happens_to_the_learning_rate() -> None:
     assert halving.job_of_arm(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
 
 
-def test_an_arm_may_have_a_linear_schedule_and_a_beta1_of_its_own() -> None:
-    arm = Arm(name="late", method="ramp", decay_from=0.7, beta1=0.8)
-    spec = job(optimizer={"name": "AdamW", "args": {"betas": [0.9, 0.95], "eps": 1e-6}}, schedule={"kind": "cosine"})
-    tuned = halving.job_of_arm(spec, arm)
-    assert (tuned.schedule.kind, tuned.schedule.decay_from) == ("linear", 0.7)
-    assert tuned.optimizer.args == {"betas": [0.8, 0.95], "eps": 1e-6}
-    plain = halving.job_of_arm(job(optimizer={"name": "AdamW"}), arm.model_copy(update={"decay_from": None}))
-    assert plain.optimizer.args == {"betas": [0.8, 0.999]} and plain.schedule.kind == "constant"
-
-
-def test_a_beta1_is_refused_without_adam() -> None:
-    with pytest.raises(SpecError, match=r"beta1 of arm late .*SGD has no betas"):
-        job(auto={"arms": [{"name": "late", "method": "ramp", "beta1": 0.8}]})
-
-
 def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
-    mine = {"name": "mine", "method": "ags", "ags": {"delta": 0.2}}
+    mine = {"name": "mine", "method": "ags"}
     spec = job(auto={"arms": [mine]}, ags={"delta": 0.7})
     assert [arm.name for arm in halving.arms_of_training(spec, 256)] == ["lbt", "mine"]
     tuned = halving.job_of_arm(spec, halving.arms_of_training(spec, 256)[1])
-    assert (tuned.train.method, tuned.ags.resolved().delta) == ("ags", 0.2)
-    assert halving.job_of_arm(spec, Arm(name="as-given", method="ags")).ags.delta == 0.7
+    assert (tuned.train.method, tuned.ags.resolved().delta) == ("ags", 0.7)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"decay_from": 0.7}, {"beta1": 0.8}, {"ags": {"delta": 0.2}}, {"warmup_epochs": 1}, {"decay_factor": 4}]
+)
+def test_settings_that_arms_have_no_more_are_refused_with_what_to_do(setting: dict[str, Any]) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(auto={"arms": [{"name": "late", "method": "ramp", **setting}]})
+    (problem,) = caught.value.problems
+    assert problem.path == f"auto.arms[0].{next(iter(setting))}" and problem.message == "no such key any more"
+    assert problem.hint
+
+
+def test_records_of_arms_with_more_settings_are_read() -> None:
+    old = {
+        "name": "late",
+        "method": "ramp",
+        "lr_factor": 2,
+        "decay_from": 0.7,
+        "beta1": None,
+        "ags": None,
+        "decay_factor": 4,
+    }
+    assert Arm.model_validate(old) == Arm(name="late", method="ramp", lr_factor=2, decay_factor=4)
 
 
 def test_arms_of_ags_scale_the_update_where_the_optimizer_would_divide_a_factor_out() -> None:
-    arm = Arm.model_validate({"name": "ags", "method": "ags", "ags": {"delta": 0.2}})
+    arm = Arm(name="ags", method="ags")
     assert halving.job_of_arm(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
     assert halving.job_of_arm(job(), arm).ags.resolved().apply_to == "gradient"
 
@@ -136,7 +144,7 @@ def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
 
 
 def test_branches_end_with_the_training() -> None:
-    short = job(train={"epochs": 4, "method": "auto", "reference_batch": 32}, auto={"epochs": 2})
+    short = job(train={"epochs": 4, "method": "auto", "reference_batch": 32}, auto={"branch_epochs": 2})
     assert [halving.branch_epochs(short, rung, 8) for rung in (1, 2, 3)] == [2, 3, 3]
 
 
@@ -151,8 +159,8 @@ def test_naming_the_control_alone_tries_nothing_else() -> None:
 
 def test_a_job_is_measured_as_its_dearest_arm() -> None:
     assert halving.most_expensive_job(job()).train.method == "ramp"
-    scaled = [{"name": name, "method": "ags", "ags": {"granularity": name}} for name in ("tensor", "element")]
-    assert halving.most_expensive_job(job(auto={"arms": scaled})).ags.resolved().granularity == "element"
+    arms = [{"name": name, "method": name} for name in ("ramp", "ags")]
+    assert halving.most_expensive_job(job(auto={"arms": arms})).train.method == "ags"
     assert halving.most_expensive_job(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
     plain = job(train={"method": "lrs"})
     assert halving.most_expensive_job(plain) is plain
@@ -297,7 +305,7 @@ def test_the_plan_counts_every_sample() -> None:
 
 
 def test_a_short_branch_has_one_step_and_the_holdout_is_bounded() -> None:
-    short = job(auto={"epochs": 0.01})
+    short = job(auto={"branch_epochs": 0.01})
     assert halving.count_trained_samples(short, Arm(name="lbt"), batch=256, rung=1, size=1300) == 256
     assert halving.holdout_size(1_000_000, 0.1) == 10_000
     assert halving.holdout_size(5, 0.1) == 1

@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(folder: Path, library: Path | None, *, mode: str = "train", **changes: Any) -> ShimPlan:
     """Return a plan, with AGS where the library is given."""
-    settings = {**AGS_PRESETS[changes.pop("preset", "robust")], "consensus": "broadcast"}
+    settings = {**AGS_PRESETS[changes.pop("preset", "robust")]}
     given = {
         "settings": settings, "apply_to": None, "b_large": 16, "b_small": 4, "available": 8, "steps_per_epoch": 2,
         "seed": 0, "resumed": False, **changes,

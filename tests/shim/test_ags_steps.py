@@ -35,7 +35,7 @@ def around(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def make(preset: str = "paper", **changes: Any) -> AgsSteps:
-        settings = {**AGS_PRESETS[preset], "consensus": "broadcast", "refresh": {"every": 1}}
+        settings = {**AGS_PRESETS[preset], "refresh": {"every": 1}}
         given = {
             "code": str(library), "settings": settings, "apply_to": None, "b_large": 8, "b_small": 2, "available": 8,
             "steps_per_epoch": 4, "seed": 0, "resumed": False, **changes,

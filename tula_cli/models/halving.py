@@ -1,6 +1,6 @@
 """Which settings a self-tuning training (`train.method: auto`) tries, and which of them survive (successive halving).
 
-An arm is one way to go on from a common checkpoint. In rung 1 every arm is trained for `auto.epochs`; the better half
+An arm is one way to go on from a common checkpoint. In rung 1 every arm is trained for `auto.branch_epochs`; the better half
 begins again from the checkpoint and is trained twice as long, and so on until one is left (Karnin et al. 2013; Jamieson
 and Talwalkar 2016). Each rung begins anew, so that no state of a branch has to be kept.
 """
@@ -15,9 +15,9 @@ from tula_cli.models.ramp import of_arms
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Ags, Arm
-from tula_cli.spec.job import JobSpec, with_beta1
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.sections import Optimizer, Schedule
+from tula_cli.spec.sections import Optimizer
 
 CONTROL_ARM = "lbt"
 """The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
@@ -74,7 +74,7 @@ def arms_of_training(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
         batch: global batch.
     """
     control = Arm(name=CONTROL_ARM)
-    given_arms = [arm for arm in spec.auto.arms if arm.name != CONTROL_ARM]
+    given_arms = [Arm.model_validate(arm.model_dump()) for arm in spec.auto.arms if arm.name != CONTROL_ARM]
     if spec.auto.arms or batch <= spec.train.reference_batch:
         return (control, *given_arms)
     ramp = Arm(name=FAVOURITE_ARM, method="ramp")
@@ -94,20 +94,16 @@ def job_of_arm(spec: JobSpec, arm: Arm) -> JobSpec:
     scaling = "auto" if METHODS[arm.method].ramps else "none"
     train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
     schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
-    if arm.decay_from is not None:
-        schedule = Schedule(kind="linear", decay_from=arm.decay_from, warmup_epochs=schedule.warmup_epochs)
-    changes = {"train": train, "schedule": schedule, "ags": _acting_ags(spec, arm.ags or spec.ags)}
     optimizer = _with_decay(spec.optimizer, arm.decay_factor)
-    if arm.beta1 is not None:
-        optimizer = with_beta1(optimizer, arm.beta1)
-    return spec.model_copy(update={**changes, "optimizer": optimizer})
+    changes = {"train": train, "schedule": schedule, "ags": _acting_ags(spec), "optimizer": optimizer}
+    return spec.model_copy(update=changes)
 
 
-def _acting_ags(spec: JobSpec, ags: Ags) -> Ags:
-    """Return settings of AGS that act through the job's optimizer: others than SGD may divide a gradient's factor out."""
+def _acting_ags(spec: JobSpec) -> Ags:
+    """Return the settings of AGS so that they act through the job's optimizer: others than SGD may divide a gradient's factor out."""
     if spec.optimizer.name == "SGD":
-        return ags
-    return ags.model_copy(update={"apply_to": ags.apply_to or spec.ags.apply_to or "update"})
+        return spec.ags
+    return spec.ags.model_copy(update={"apply_to": spec.ags.apply_to or "update"})
 
 
 def _with_decay(optimizer: Optimizer, factor: float) -> Optimizer:
@@ -187,7 +183,7 @@ def branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
         rung: from 1.
         count: arms of the first rung.
     """
-    first_epochs = _first_epochs(spec, count) if spec.auto.epochs == "auto" else spec.auto.epochs
+    first_epochs = _first_epochs(spec, count) if spec.auto.branch_epochs == "auto" else spec.auto.branch_epochs
     return min(first_epochs * 2.0 ** (rung - 1), float(spec.train.epochs - spec.auto.after))
 
 

@@ -113,7 +113,7 @@ def job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     elif variant.lr != 1.0:
         content["script"] = scripted.with_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
-        retained_ags = spec.ags.model_dump(include={"consensus", "apply_to", "parameters", "exclude"})
+        retained_ags = spec.ags.model_dump(include={"apply_to", "parameters", "exclude"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
     return validate(variant.content(content), source=f"the job with method {method}")
 

@@ -4,7 +4,7 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
@@ -29,8 +29,6 @@ _WRITTEN_THRESHOLD = {"anyOf": [{"type": "number", "minimum": 0}, {"const": "inf
 Threshold = Annotated[
     NonNegativeFloat | Literal["inf"], BeforeValidator(_threshold), WithJsonSchema(_WRITTEN_THRESHOLD)
 ]
-Memory = Annotated[float, Field(ge=0, lt=1)]  # weight of what was before in a moving average; 0: none
-Floor = Annotated[float, Field(ge=0, le=1)]
 
 
 class Ags(Section):
@@ -42,20 +40,14 @@ class Ags(Section):
     delta: Threshold | None = None
     b_small: Literal["auto"] | Positive = "auto"  # auto: reference_batch, at most a quarter of the batch
     refresh: Literal["epoch"] | Every | None = None  # when factors are taken anew
-    s_min: Floor | None = None  # smallest factor
-    eps: PositiveFloat | None = None  # added to the denominator of a factor
     # an extra pass over a part of the batch, or the GPUs' own gradients (granularity tensor)
     source: Literal["small_batch", "local_norms"] | None = None
-    # weight of the past in a moving average of the norm that delta is applied to; 0: none
-    norm_ewma: Memory | None = None
-    scale_ema: Memory | None = None  # the same for the factors, over refreshes
     # update scales the optimizer's step: what Adam and its like need, and have where nothing is said
     apply_to: Literal["gradient", "update"] | None = None
     # which are scaled: all, as in the paper; auto: all but embeddings, whose rows are mostly not in a small batch
     parameters: Literal["auto", "all"] = "auto"
     # patterns of further parameters whose factor is always 1, or of modules; norms, biases, embeddings are those of the whole model
     exclude: tuple[str, ...] = ()  # for example [norms, biases]
-    consensus: Literal["broadcast", "check", "off"] = "broadcast"  # how ranks agree whether to scale
     factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)
 
     def resolved(self) -> "ResolvedAgs":
@@ -91,11 +83,11 @@ class ResolvedAgs(Ags):
     granularity: Literal["element", "tensor"]
     delta: Threshold
     refresh: Literal["epoch"] | Every
-    s_min: Floor
-    eps: PositiveFloat
+    s_min: float  # smallest factor
+    eps: float  # added to the denominator of a factor
     source: Literal["small_batch", "local_norms"]
-    norm_ewma: Memory
-    scale_ema: Memory
+    norm_ewma: float  # weight of the past in a moving average of the norm that delta is applied to; 0: none
+    scale_ema: float  # the same for the factors, over refreshes
     apply_to: Literal["gradient", "update"]
 
     @property
@@ -104,37 +96,32 @@ class ResolvedAgs(Ags):
         return isinstance(self.refresh, Every) and self.refresh.every == 1
 
 
-class Arm(Section):
-    """One way to go on that a self-tuning training tries."""
+class GivenArm(Section):
+    """One way to go on that a self-tuning training tries; it has the job's section `ags`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]  # shown by tula status
     method: ArmMethod = "lbt"  # how it trains
     lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
-    warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
-    decay_factor: NonNegativeFloat = 1.0  # of the weight decay
-    # linear schedule that falls from this share of the epochs on, in place of the job's; null: the job's
-    decay_from: Annotated[float, Field(ge=0, lt=1)] | None = None
-    beta1: Annotated[float, Field(ge=0, lt=1)] | None = None  # of Adam and its like; null: the job's
-    ags: Ags | None = None  # in place of the job's section ags; null keeps that
 
-    @model_validator(mode="after")
-    def _settings_act(self) -> "Arm":
-        if not METHODS[self.method].reads_ags and self.ags is not None:
-            raise ValueError(f"ags means nothing to method {self.method}; set method: ags")
-        if self.warmup_epochs and self.lr_factor == 1:
-            raise ValueError("warmup_epochs means nothing to lr_factor 1")
-        return self
+
+class Arm(GivenArm):
+    """An arm as it is trained and recorded: one of the job, or a default one, which may have more settings."""
+
+    model_config = ConfigDict(extra="ignore")  # records of older versions have settings that there are no more
+
+    warmup_epochs: NonNegativeFloat = 0.0  # in which the factor of the learning rate grows from 1
+    decay_factor: NonNegativeFloat = 1.0  # of the weight decay
 
 
 class Auto(Section):
     """Self-tuning (train.method: auto): short branches from a checkpoint, judged on held-out training samples."""
 
     after: Positive = 1  # epochs, trained at train.reference_batch, after which the arms part
-    # Of a branch in the first rung, each further one trains twice as long; auto: as long as all of them together take a quarter
-    # of the training, but one step at least.
-    epochs: Literal["auto"] | PositiveFloat = "auto"
+    # epochs of a branch in the first rung, each further one trains twice as long; auto: as many as let all of them together take
+    # a quarter of the training, but one step at least
+    branch_epochs: Literal["auto"] | PositiveFloat = "auto"
     holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.1  # share of the training set, at most 10,000 samples
-    arms: list[Arm] = []  # beside lbt, which is always one; empty: the default ones
+    arms: list[GivenArm] = []  # beside lbt, which is always one; empty: the default ones
 
     @model_validator(mode="after")
     def _arms_differ(self) -> "Auto":
@@ -142,7 +129,7 @@ class Auto(Section):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"arms need names of their own, got {', '.join(twice)} twice")
-        if any(arm.name == "lbt" and arm != Arm(name="lbt") for arm in self.arms):
+        if any(arm.name == "lbt" and arm != GivenArm(name="lbt") for arm in self.arms):
             raise ValueError("the arm lbt is the large batch as it is; give yours another name")
         return self
 

@@ -133,12 +133,6 @@ class JobSpec(Section):
             raise ValueError(
                 f"auto.after {self.auto.after} leaves nothing of train.epochs {self.train.epochs} to train as tuned"
             )
-        name = self.optimizer.name
-        for arm in self.auto.arms:
-            if arm.beta1 is not None and name not in WITH_BETA2 and ":" not in name:
-                raise ValueError(
-                    f"auto.arms: beta1 of arm {arm.name} means nothing, for {name} has no betas; leave it out"
-                )
         if self.train.lr_scaling in ("linear", "sqrt"):
             raise ValueError(
                 f"train.lr_scaling {self.train.lr_scaling} would scale the learning rate under method auto, whose arms"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RENAMED: Mapping[str, str] = {
+    "auto.epochs": "branch_epochs",
     "script.resume.every": "checkpoint_interval",
     "search.sequence.options": "lengths_map_to",
     "train.best": "best_checkpoint",
@@ -27,7 +28,18 @@ class Removed:
     advice: str
 
 
+_ARMS_ADVICE = "an arm has a name, a method and lr_factor; train it as a job of its own"
 REMOVED: Mapping[str, Removed] = {
+    "ags.consensus": Removed(("broadcast",), "rank 0's norm decides for all ranks"),
+    "ags.eps": Removed((None, 1e-8), "both presets have 1e-8"),
+    "ags.norm_ewma": Removed((None, 0), "both presets have 0, no average"),
+    "ags.s_min": Removed((None, 1e-3), "both presets have 0.001"),
+    "ags.scale_ema": Removed((None,), "the preset sets it: paper 0, robust 0.9"),
+    "auto.arms.ags": Removed((None,), "arms of method ags have the job's section ags"),
+    "auto.arms.beta1": Removed((None,), _ARMS_ADVICE),
+    "auto.arms.decay_factor": Removed((1,), _ARMS_ADVICE),
+    "auto.arms.decay_from": Removed((None,), _ARMS_ADVICE),
+    "auto.arms.warmup_epochs": Removed((0,), _ARMS_ADVICE),
     "search.steps": Removed(
         (), "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"
     ),

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from tula_cli.spec.ags import Ags
+from tula_cli.spec.ags import Ags, ResolvedAgs
 from tula_cli.spec.job import JobSpec, default_beta1, effective_lr_limit, warmup_epochs
 from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.spec.resources import Cluster
@@ -18,6 +18,10 @@ LATER = ("collate_fn", "sampler", "length", "eval_length", "sharded")
 
 COMPUTING = {"tf32", "channels_last", "compile", "cudnn_benchmark", "deterministic"}
 """Settings of section train that change what a step takes, or how it is rounded, and nothing else."""
+
+REMOVED_FROM_AGS: dict[str, Any] = {"consensus": "broadcast"}
+REMOVED_FROM_ARMS: dict[str, Any] = {"warmup_epochs": 0.0, "ags": None}
+"""Keys that older versions had, with the values that tula now always uses: digests have them, so that older runs keep their names."""
 
 
 def signature(spec: JobSpec, code: str = "") -> str:
@@ -51,7 +55,7 @@ def _own_loop(spec: JobSpec) -> dict[str, Any]:
                 "ghost_batch",
             }
         ) | _computing(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
-        "ags": _ags(spec.ags, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
+        "ags": _ags(spec.ags, {"granularity", "b_small", "source", "apply_to", *_steps_refresh(spec)}),
     }  # fmt: skip
 
 
@@ -59,7 +63,7 @@ def _script(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return what a step of a script depends on. What it is told of its learning rate and its length changes none."""
     own = script.model_dump(include={"command", "launch", "samples", "probe"})
     parts = {"script": own, "train": spec.train.model_dump(include={"accumulate", "workers"})}
-    scaled = {"granularity", "consensus", "source", "apply_to", *_steps_refresh(spec)}
+    scaled = {"granularity", "source", "apply_to", *_steps_refresh(spec)}
     return {**parts, "ags": _ags(spec.ags, scaled)} if spec.train.facts.scales else parts
 
 
@@ -85,7 +89,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["schedule"] = spec.schedule.model_dump(exclude=new) | later
     parts["dataset"] = _dataset(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
-    parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
+    parts["ags"] = _ags(acts, set(ResolvedAgs.model_fields) - {"preset"})
     parts["train"] = (
         spec.train.model_dump(
             exclude={
@@ -111,11 +115,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
-        parts["auto"] = spec.auto.model_dump(exclude={"arms"})
-        new = {"decay_factor", "decay_from", "beta1"}
-        parts["auto"]["arms"] = [
-            arm.model_dump(exclude=new) | arm.model_dump(include=new, exclude_defaults=True) for arm in spec.auto.arms
-        ]
+        parts["auto"] = spec.auto.model_dump(exclude={"arms", "branch_epochs"}) | {"epochs": spec.auto.branch_epochs}
+        parts["auto"]["arms"] = [arm.model_dump() | REMOVED_FROM_ARMS for arm in spec.auto.arms]
     if code:
         parts["code"] = code
     return digest({**parts, "nodes": nodes, "batch": batch})
@@ -131,7 +132,10 @@ def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) ->
     own = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
     told |= _lr_limit(spec, where["batch"])
-    ags = {"ags": spec.ags.model_dump(exclude={"exclude", *_later_ags(spec.ags)})} if spec.train.facts.scales else {}
+    ags = {}
+    if spec.train.facts.scales:
+        removed = {**dict.fromkeys(("s_min", "eps", "norm_ewma", "scale_ema")), **REMOVED_FROM_AGS}
+        ags["ags"] = spec.ags.model_dump(exclude={"exclude", *_later_ags(spec.ags)}) | removed
     return digest({"script": own, "train": told, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
 
@@ -215,7 +219,7 @@ def _steps_refresh(spec: JobSpec) -> set[str]:
 
 def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
     """Return settings; what came later counts where it is given, so that older runs keep their names."""
-    return ags.resolved().model_dump(include=names - _later_ags(ags))
+    return ags.resolved().model_dump(include=names - _later_ags(ags)) | REMOVED_FROM_AGS
 
 
 def _later_ags(ags: Ags) -> set[str]:

@@ -14,7 +14,7 @@ from tula_cli.services.compare import Grid, job_of_cell
 from tula_cli.services.comparison.rows import parse_row, split_rows
 from tula_cli.spec.job import JobSpec
 
-JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"s_min": 0.1})
+JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"b_small": 8})
 
 
 def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None:
@@ -30,7 +30,7 @@ def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None
     [
         ("lbt", "lbt", ()),
         ("ags:delta=0.1", "ags", ("ags.delta=0.1",)),
-        ("ags:delta=0.1:s_min=0", "ags", ("ags.delta=0.1", "ags.s_min=0")),
+        ("ags:delta=0.1:b_small=4", "ags", ("ags.delta=0.1", "ags.b_small=4")),
         ("ags:refresh={every: 5}:ags.delta=inf", "ags", ("ags.refresh={every: 5}", "ags.delta=inf")),
         ("robust:delta=0.3", "ags", ("ags.delta=0.3",)),
         ("auto:after=2", "auto", ("auto.after=2",)),
@@ -47,7 +47,7 @@ def test_a_row_is_a_method_and_settings(row: str, method: str, settings: tuple[s
 
 def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
     found = job_of_cell(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
-    assert (found.train.method, found.ags.factor, found.ags.s_min) == ("static", 4, 0.1)
+    assert (found.train.method, found.ags.factor, found.ags.b_small) == ("static", 4, 8)
     assert (found.optimizer.lr, found.train.max_grad_norm, found.train.seed) == (0.5, 1, 7)
     assert job_of_cell(JOB, "robust:delta=0.3", 7).ags.preset == "robust"
     assert job_of_cell(JOB, "lbt-x2:optimizer.lr=0.3", 7).optimizer.lr == 0.3  # the row's own words are the last

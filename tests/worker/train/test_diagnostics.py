@@ -148,14 +148,14 @@ def test_without_scaling_there_is_no_share_and_no_factor(alone: Ranks, run: RunD
 
 def test_curvature_rows_come_at_the_start_and_at_the_epochs_asked_for(alone: Ranks, run: RunDir) -> None:
     settings = {"hessian": {"every": 2, "samples": 24}, "epochs": 5, "method": "ags"}
-    task = train_task(spec(train=settings, ags={"b_small": 4, "s_min": 0.1}))
+    task = train_task(spec(train=settings, ags={"b_small": 4}))
     run_job(run, alone, task)
     found = list(rows(run, task, "hessian"))
     assert [(row["epoch"], row["samples"], row["batch"]) for row in found] == [(0, 0, 24), (2, 192, 24), (4, 384, 24)]
     for row in found:
         assert row["eigenvalue"] > 0 and row["gradient_norm"] > 0 and row["converged"]
-        assert (row["s_min"], row["s_max"], row["lr"]) == (0.1, 2.0, 0.1)
-        assert row["lr_bound"] == pytest.approx(2 * 0.1 / (row["smoothness"] * 4))
+        assert (row["s_min"], row["s_max"], row["lr"]) == (1e-3, 2.0, 0.1)
+        assert row["lr_bound"] == pytest.approx(2 * 1e-3 / (row["smoothness"] * 4))
 
 
 @pytest.mark.parametrize("method", ["lbt", "ags"])

@@ -25,15 +25,16 @@ from tula_cli.worker.train import checkpoint, evaluation, tuning
 from tula_cli.worker.train import loop as worker_train_loop
 
 WILD = {"name": "wild", "lr_factor": 1e30}
-FAST = {"name": "fast", "lr_factor": 1.5, "warmup_epochs": 0.5}
+FAST = {"name": "fast", "lr_factor": 1.5}
 BEGUN = spec(train={"method": "lbt", "epochs": 4, "max_grad_norm": 1.0, "ramp": [{"epochs": 1, "batch": 8}]})
 RAMPS = ({"name": "ramp", "method": "ramp"},)
-SCALED = {"name": "scaled", "method": "ags", "ags": {"granularity": "tensor", "delta": "inf"}}
+SCALED = {"name": "scaled", "method": "ags"}
 
 
 def job(*arms: dict[str, Any], dataset: dict[str, Any] | None = None, **auto: Any) -> JobSpec:
-    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": list(arms), "epochs": 1, **auto}}
-    return spec(**changes, dataset={"args": dataset or {}})
+    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": list(arms), "branch_epochs": 1, **auto}}
+    ags = {"granularity": "tensor", "delta": "inf"}
+    return spec(**changes, ags=ags, dataset={"args": dataset or {}})
 
 
 def train(run: RunDir, ranks: Ranks, task: TrainTask, preemption: PreemptionHandler | None = None) -> None:
@@ -290,8 +291,9 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
 ) -> None:
     """In the branch, in the training after the choice, and after an interruption of that."""
     monkeypatch.setattr(halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
-    arm = {"name": "decayed", "decay_factor": 4.0}
-    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": [arm], "epochs": 1}}
+    arms = (Arm(name="lbt"), Arm(name="decayed", decay_factor=4.0))
+    monkeypatch.setattr(halving, "arms_of_training", lambda _spec, _batch: arms)
+    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"branch_epochs": 1}}
     subject = spec(**changes, optimizer={"weight_decay": 0.01})
     seen: list[tuple[int, float]] = []
     step = worker_train_loop._take_step
@@ -304,7 +306,7 @@ def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
     task = train_task(subject)
     train(run, alone, task, LeavesAt(alone, 45))
     train(run, alone, task)
-    assert record(run, task).chosen == Arm.model_validate(arm)
+    assert record(run, task).chosen == arms[1]
     on_parts = [decay for size, decay in seen if size == 90]
     assert on_parts == [0.01] * 11 + [0.01] * 5 + [0.04] * 5, "the beginning, the control, the arm"
     assert [decay for size, decay in seen if size == 100] == [0.01] * 12 + [0.04] * 18

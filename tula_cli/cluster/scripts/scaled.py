@@ -37,7 +37,7 @@ def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: i
     settings = spec.ags.resolved().model_dump()
     return AgsPlan(
         code=_copy_library(run),
-        settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "consensus", "parameters")},
+        settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "parameters")},
         apply_to=spec.ags.apply_to,
         b_large=command.batch,
         b_small=small_batch_size(spec, command.batch),

@@ -138,8 +138,7 @@ def load_job(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
         raise SpecError(f"{job!r} is no job", "give the path of a job.yaml, its content as a mapping, or a spec")
     if isinstance(job, JobSpec) and not overrides:
         return job
-    is_spec = isinstance(job, JobSpec)
-    content = job.model_dump(mode="json", exclude_unset=True) if is_spec else deepcopy(dict(job))
+    content = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, JobSpec) else deepcopy(dict(job))
     content = replace_old_keys(content, source="the job")
     override(content, overrides, {})
     return validate(content, source="the job")

@@ -29,7 +29,7 @@ SHORT_EPOCH_DIVISOR = 4
 FULL_ROWS = 2
 """Rows of a batch that the first round takes into the second, beside those that are in it anyway."""
 MAX_DEVIATIONS = 3.0
-EPOCH_KEYS = ("epochs", "warmup_epochs", "milestones", "after", "patience")
+EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "after", "patience")
 """Keys of a job that count epochs of the training, and become shorter with it."""
 
 

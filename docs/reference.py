@@ -28,13 +28,21 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import REMOVED, RENAMED
-from tula_cli.spec.resources import Cluster
+from tula_cli.spec.resources import Cluster, SiteBill
 from tula_cli.spec.schema.descriptions import descriptions, inner_sections, sections
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Written by docs/reference.py from the code; edit that instead. -->"
-PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null", Any: "any value"}
+PLAIN = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    NoneType: "null",
+    Any: "any value",
+    SiteBill: "mapping",
+}
 WRITTEN = {
     parse_size: "size, as 16GiB or 800MB",
     parse_minutes: "minutes, or as SLURM writes them, 1-12:00:00",

@@ -46,6 +46,7 @@ from tula_cli.run.records.probes import Measured  # noqa: E402
 from tula_cli.run.records.tasks import ProbeTask, probe_id  # noqa: E402
 from tula_cli.spec.job import JobSpec  # noqa: E402
 from tula_cli.spec.kinds import parse_size  # noqa: E402
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN  # noqa: E402
 
 MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large", "gpt2")
 TEXT = 128  # bytes of a transformer's samples
@@ -107,7 +108,7 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
     largest_corrected = corrected.largest_local_batch(capacity, margin=0.0)
     most = largest_corrected or 8 * small[-1]
     sizes = ladder(small[-1], min(most, options.cap_batch) if options.no_bisection else most)
-    chosen = corrected.largest_local_batch(capacity, margin=job.search.memory_margin) or small[0]
+    chosen = corrected.largest_local_batch(capacity, margin=MEMORY_MARGIN) or small[0]
     larger, true, suffered = beyond(job, sizes, largest_corrected or small[-1], chosen, options, device=device)
     found = [*probes, *larger]
     return Outcome(

@@ -93,7 +93,9 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
 
     measuring = ("--set", "train.gradient_noise={batches: 64}", "--set", "train.early_stopping.epochs=1")
     early = tula("train", "--nodes", "1", "--batch", "32", *measuring)["data"]
-    assert early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.early_stopping.epochs is 1"
+    assert (
+        early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.early_stopping.epochs is 1"
+    )
     told = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
     assert "after 1 of 3 epochs" in told and run.spec().train.early_stopping is None, "the job stays as it is"
 
@@ -112,7 +114,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
 
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:
-    shrink = ("--set", LIMIT, "--set", "train.oom_policy=shrink", "--set", "train.tensorboard=true")
+    shrink = ("--set", LIMIT, "--set", "train.oom_policy=shrink", "--set", "export=[{to: tensorboard, by: job}]")
     summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "1024", *shrink)["data"]
     assert summary["start_batch"] == 1024
     assert summary["batch"] < 1024

@@ -118,9 +118,9 @@ def predicted_and_told(
     predicted, ids = [], []
     for number, (slurm, nodes) in enumerate(forms):
         found = with_site_billing(job(**slurm), folder)
-        assert found.pricing.told is not None
-        assert found.pricing.told.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
-        predicted.append(hourly_charge(found.pricing, nodes) / found.pricing.told.usage_factor)
+        assert found.pricing.slurm_billing is not None
+        assert found.pricing.slurm_billing.usage_factor == (2 if slurm.get("qos") == "dear" else 1)
+        predicted.append(hourly_charge(found.pricing, nodes) / found.pricing.slurm_billing.usage_factor)
         ids.append(submitted(folder / str(number), found, nodes))
     until(lambda: all(told_billing(id_) is not None for id_ in ids), "all jobs have ended", seconds=60)
     return predicted, [told_billing(id_) for id_ in ids], ids

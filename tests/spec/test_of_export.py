@@ -17,14 +17,6 @@ def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_a
     assert load_spec(tmp_path / "job.yaml").export == asked.export
 
 
-def test_tensorboard_in_section_train_is_a_tracker_that_the_job_writes_to() -> None:
-    train = {"epochs": 4, "tensorboard": True}
-    assert [(one.to, one.by) for one in spec(train=train).exports] == [("tensorboard", "job")]
-    both = spec(train=train, export=[{"to": "tensorboard"}])
-    assert [(one.to, one.by) for one in both.exports] == [("tensorboard", "command")], "not twice into one folder"
-    assert spec().exports == ()
-
-
 @pytest.mark.parametrize(
     ("entry", "words"),
     [

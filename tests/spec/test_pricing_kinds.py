@@ -46,7 +46,7 @@ def test_what_does_not_go_together_is_refused(pricing, words):
 
 def test_what_slurm_told_is_not_written_down_as_the_users():
     written = spec(pricing={"kind": "billing", "unit": "core-hours"})
-    told = written.pricing.model_copy(update={"told": SiteBill(node=5.0, words="x")})
+    told = written.pricing.model_copy(update={"slurm_billing": SiteBill(node=5.0, words="x")})
     filled = written.model_copy(update={"pricing": told})
     assert filled != written and filled.without_bill() == written
     assert validate(parse_yaml(dump_yaml(written), source="x"), source="x") == written

@@ -765,7 +765,6 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
         {"train__compile": True},
         {"train__cudnn_benchmark": False},
         {"train__deterministic": True},
-        {"train__tensorboard": True},
         {"train__diagnostics": True},
         {"train__hessian": {"every": 5, "samples": 64}},
         {"train__gradient_noise": True},

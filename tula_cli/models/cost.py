@@ -325,7 +325,7 @@ def hourly_charge(pricing: Pricing, nodes: Number) -> Number:
 
     Its billing in whole numbers, as SLURM keeps it of a job, times the QOS's usage factor and the site's charge factors.
     """
-    billing = pricing.told
+    billing = pricing.slurm_billing
     if billing is None:
         assert pricing.kind != "billing", "what a job is billed was not asked for"
         return 0.0
@@ -346,8 +346,8 @@ def max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float |
     """
     if spec.pricing.kind == "gb_hour" and capacity is None:
         return None
-    if spec.pricing.told is not None:  # job by job it is cut to whole numbers, and no more than this
-        billing = spec.pricing.told
+    if spec.pricing.slurm_billing is not None:  # job by job it is cut to whole numbers, and no more than this
+        billing = spec.pricing.slurm_billing
         return (
             node_hours
             * (billing.node + billing.job)
@@ -368,7 +368,7 @@ def describe_price(pricing: Pricing) -> str:
     description = f"{pricing.price:g} {pricing.currency} per {unit}" + (f" ({details})" if details else "")
     if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
         description = f"{unit}, the hours of billing as SLURM counts them" + (f" ({details})" if details else "")
-    if (bill := pricing.told) is not None:
+    if (bill := pricing.slurm_billing) is not None:
         times = "" if bill.charge_factor == 1 else f", charge factor {bill.charge_factor:g}"
         description += f"; a node is billed {bill.node:g} ({bill.words}){times}"
     if pricing.spot is None:

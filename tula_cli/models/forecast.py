@@ -42,6 +42,7 @@ from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.run.records.results import Save
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN
 from tula_cli.words import plural
 
 _BLOCK = 8192
@@ -131,7 +132,7 @@ class Forecast(Known):
     @cached_property
     def _largest(self) -> Callable[[int], int | None]:
         """What returns the largest local batch on a number of nodes; each is worked out once."""
-        gpus, margin = self.spec.cluster.gpus_per_node, self.spec.search.memory_margin
+        gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
         return functools.cache(
             lambda nodes: self.memory.for_ranks(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
         )
@@ -231,7 +232,7 @@ class Forecast(Known):
             return f"a local batch of {oom} was out of memory"
         largest = self.largest_local_batch(config.nodes)
         if largest is not None and local_batch > largest:
-            return f"at most {largest} samples fit one GPU with {self.spec.search.memory_margin:.0%} of its memory left free"
+            return f"at most {largest} samples fit one GPU with {MEMORY_MARGIN:.0%} of its memory left free"
         return ""
 
     def why_unknown(self, config: Config) -> str:

@@ -15,6 +15,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN
 from tula_cli.words import place, plural
 
 T = TypeVar("T", Measured, OutOfMemory, Failed)
@@ -135,8 +136,8 @@ def _warn_unknown_memory(spec: JobSpec, measured: Sequence[Measured]) -> list[st
     if all(probe.memory.libraries is not None for probe in on_gpu):
         return []
     return [
-        "what CUDA, cuBLAS and NCCL hold of a GPU's memory was not measured: it has to find room in search.memory_margin"
-        f" ({spec.search.memory_margin:.0%})"
+        "what CUDA, cuBLAS and NCCL hold of a GPU's memory was not measured: it has to find room in what is kept free"
+        f" ({MEMORY_MARGIN:.0%})"
     ]
 
 

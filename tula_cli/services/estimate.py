@@ -18,6 +18,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.services.profiling.computing import loader_process_range
 from tula_cli.services.search import feasible_candidates
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN
 from tula_cli.words import plural
 
 
@@ -129,9 +130,7 @@ def estimate(
         [*probed.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
     ).for_ranks(ranks)
     capacity = capacity_of(spec, probed.probes, inspection) if capacity is None else capacity
-    largest = probed.bound_local_batch(
-        model.largest_local_batch(capacity, margin=spec.search.memory_margin), spec.train.accumulate
-    )
+    largest = probed.bound_local_batch(model.largest_local_batch(capacity, margin=MEMORY_MARGIN), spec.train.accumulate)
     sizes = local_batches(spec, inspection, largest=largest)
     gpu = probed.on_gpu or any(row.memory.libraries for row in inspection.footprints)
     processes = loader_process_range(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
@@ -142,7 +141,7 @@ def estimate(
         fixed=round(model.fixed),
         per_sample=round(model.slope),
         capacity=capacity,
-        margin=spec.search.memory_margin,
+        margin=MEMORY_MARGIN,
         largest_local_batch=largest,
         gpu=gpu,
         probes=len(probed.probes),

@@ -17,6 +17,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import place
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tula_cli.models.forecast import Forecast
     from tula_cli.models.observations import OtherSizes
 
+REGRET_TOLERANCE = 0.01
+"""Expected regret at which search.strategy `adaptive` stops, as a share of time or cost."""
 _MAX_WEIGHED = 100
 """Configurations that are weighed against each other for each of time and cost."""
 
@@ -131,7 +134,7 @@ def next_round(
     proposal = adaptive.propose(
         forecast.steps,
         [_candidate(forecast, row) for row in rows],
-        tolerance=spec.search.tolerance,
+        tolerance=REGRET_TOLERANCE,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
     return Round(group_by_nodes(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
@@ -211,7 +214,7 @@ def largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
     from tula_cli.models.memory import memory
 
     model = memory.fit_memory_model(inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.sharded)
-    capacity, margin, gpus = inspection.capacity, spec.search.memory_margin, spec.cluster.gpus_per_node
+    capacity, margin, gpus = inspection.capacity, MEMORY_MARGIN, spec.cluster.gpus_per_node
     if not model.sharded:
         return model.largest_local_batch(capacity, margin=margin)
     return {

@@ -261,13 +261,6 @@ class JobSpec(Section):
         return self._measured_in_addition
 
     @property
-    def exports(self) -> tuple[Export, ...]:
-        """The trackers; `train.tensorboard` is one that the job itself writes to."""
-        board = Export(to="tensorboard", by="job")
-        own = self.train.tensorboard and not any(one.to == board.to and one.uri is None for one in self.export)
-        return (*self.export, *([board] if own else []))
-
-    @property
     def task_per_node(self) -> bool:
         """Whether the scheduler starts one process a node, which starts those of the GPUs; else it starts one a GPU."""
         slurm = self.cluster.slurm
@@ -347,14 +340,18 @@ class JobSpec(Section):
         return JobSpec.model_validate(base)
 
     def without_bill(self) -> "JobSpec":
-        """Return the job as it was written: without what SLURM told of its bill, which is asked for again."""
-        if self.pricing.told is None and not any("told" in kind.pricing for kind in self.node_types.values()):
+        """Return the job as it was written: without what SLURM reported of its bill, which is requested again."""
+        if self.pricing.slurm_billing is None and not any(
+            "slurm_billing" in kind.pricing for kind in self.node_types.values()
+        ):
             return self
         types = {
-            name: kind.model_copy(update={"pricing": {key: v for key, v in kind.pricing.items() if key != "told"}})
+            name: kind.model_copy(
+                update={"pricing": {key: v for key, v in kind.pricing.items() if key != "slurm_billing"}}
+            )
             for name, kind in self.node_types.items()
         }
-        pricing = self.pricing.model_copy(update={"told": None})
+        pricing = self.pricing.model_copy(update={"slurm_billing": None})
         return self.model_copy(update={"pricing": pricing, "node_types": types})
 
     @property

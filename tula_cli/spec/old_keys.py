@@ -11,6 +11,7 @@ from typing import Any
 
 RENAMED: Mapping[str, str] = {
     "auto.epochs": "branch_epochs",
+    "pricing.told": "slurm_billing",
     "script.resume.every": "checkpoint_interval",
     "search.sequence.options": "lengths_map_to",
     "train.best": "best_checkpoint",
@@ -40,9 +41,14 @@ REMOVED: Mapping[str, Removed] = {
     "auto.arms.decay_factor": Removed((1,), _ARMS_ADVICE),
     "auto.arms.decay_from": Removed((None,), _ARMS_ADVICE),
     "auto.arms.warmup_epochs": Removed((0,), _ARMS_ADVICE),
+    "search.memory_margin": Removed((0.1,), "a tenth is kept free; cluster.memory_per_gpu sets what a rank may use"),
     "search.steps": Removed(
         (), "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"
     ),
+    "search.tolerance": Removed(
+        (0.01,), "adaptive stops where the expected regret is below 1 %; search.max_node_hours bounds its cost"
+    ),
+    "train.tensorboard": Removed((False,), "export: [{to: tensorboard, by: job}]"),
 }
 
 

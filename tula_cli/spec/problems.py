@@ -9,8 +9,8 @@ from typing import Any, get_args, get_origin
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
-from tula_cli.spec.parts.of_search import REMOVED_STRATEGIES
 from tula_cli.spec.old_keys import advice
+from tula_cli.spec.parts.of_search import REMOVED_STRATEGIES
 from tula_cli.spec.resources import NodeType
 
 _BATCH = (

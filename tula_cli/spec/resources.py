@@ -1,5 +1,6 @@
 """The sections that say where it runs and what that costs."""
 
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
@@ -125,15 +126,18 @@ class Spot(Section):
     wait_minutes: NonNegativeFloat = 0.0  # until a lost node is replaced; nothing is paid meanwhile
 
 
-class SiteBill(Section):
-    """What a job takes of an allocation, as SLURM told it: the billing of its TRES, and what that is multiplied by."""
+@dataclass(frozen=True)
+class SiteBill:
+    """What a job takes of an allocation, as SLURM reports it: the billing of its TRES, and what that is multiplied by."""
 
     node: NonNegativeFloat  # billing of each of its nodes
     job: NonNegativeFloat = 0.0  # billing of the job beside them (licenses)
     usage_factor: NonNegativeFloat = 1.0  # of its QOS, by which SLURM multiplies what it counts
     charge_factor: NonNegativeFloat = 1.0  # of its QOS and partition, as the site multiplies beside SLURM
     qos: str = ""  # of the job; empty where nothing tells
-    tres: dict[str, float] = {}  # what each node is allocated: cpu, mem (MB), node, gres/gpu ...
+    tres: dict[str, float] = field(
+        default_factory=dict
+    )  # what each node is allocated: cpu, mem (MB), node, gres/gpu ...
     words: str = ""  # what it follows from
 
 
@@ -158,7 +162,8 @@ class Pricing(Section):
     per_node: PositiveFloat | None = None  # of kind billing: billing of a whole node; null: SLURM is asked
     qos_factors: dict[str, NonNegativeFloat] = {}  # of kind billing: charge factors that SLURM does not know, by QOS
     partition_factors: dict[str, NonNegativeFloat] = {}  # likewise, by partition
-    told: SiteBill | None = None  # of kind billing: what SLURM told, as tula fills it in; leave it out
+    # of kind billing: what SLURM reported, as tula records it in a run; leave it out
+    slurm_billing: Annotated[SiteBill | None, WithJsonSchema({"type": ["object", "null"]})] = None
 
     @model_validator(mode="after")
     def _priced_as_its_kind_is(self) -> "Pricing":
@@ -174,7 +179,7 @@ class Pricing(Section):
         if "price" not in self.model_fields_set:
             details = InitErrorDetails(type="missing", loc=("price",), input={})
             raise ValidationError.from_exception_data("Pricing", [details])
-        of_billing = ("unit", "per_node", "qos_factors", "partition_factors", "told")
+        of_billing = ("unit", "per_node", "qos_factors", "partition_factors", "slurm_billing")
         own = [name for name in of_billing if getattr(self, name) != type(self).model_fields[name].default]
         if own:
             raise ValueError(f"{', '.join(own)}: of kind billing, and kind is {self.kind}")

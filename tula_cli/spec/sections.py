@@ -290,7 +290,6 @@ class Train(Section):
     # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
     oom_policy: Literal["accumulate", "shrink"] = "accumulate"
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
-    tensorboard: bool = False  # the same as export: [{to: tensorboard, by: job}]; needs the extra trackers
     diagnostics: bool = False  # gradient norms of every step also where the method does not take them by itself
     hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
     gradient_noise: bool | GradientNoise = False  # the gradient noise scale at epoch ends

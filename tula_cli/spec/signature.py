@@ -93,7 +93,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["train"] = (
         spec.train.model_dump(
             exclude={
-                *("workers", "checkpoint_every", "oom_policy", "max_attempts", "tensorboard", "diagnostics", "hessian"),
+                *("workers", "checkpoint_every", "oom_policy", "max_attempts", "diagnostics", "hessian"),
                 "gradient_noise",
                 *("metrics", "best_checkpoint"),  # they tell of the weights and change none
                 "early_stopping",

@@ -18,11 +18,10 @@ from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.components import Footprint
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN
 
 GIB = 2**30
 CAPACITY = 24 * GIB
-MARGIN = 0.1
-"""Of search.memory_margin."""
 Key = tuple[str, str]  # model, precision
 
 
@@ -172,7 +171,7 @@ def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, c
     probes = [one.measured() for one in (trial(first), trial(2 * first)) if one.fits]
     corrected = memory_model.fit_memory_model([*probes, *known])
     predicted = corrected.largest_local_batch(capacity, margin=0.0) or first
-    chosen = corrected.largest_local_batch(capacity, margin=MARGIN) or first
+    chosen = corrected.largest_local_batch(capacity, margin=MEMORY_MARGIN) or first
     suffered = not trial(chosen).fits
     true = largest(lambda batch: trial(batch).fits, predicted, resolution=1.0 if stage.tiny else RESOLUTION)
     estimated = memory_model.fit_memory_model(known).largest_local_batch(capacity, margin=0.0) or 0

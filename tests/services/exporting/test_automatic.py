@@ -101,8 +101,8 @@ def test_nothing_is_started_where_nothing_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_training_sends_by_itself_where_that_is_asked_for(tmp_path: Path) -> None:
-    """`train.tensorboard` is one way to ask for it; no command waits, and the rows come while it is under way."""
-    run = run_with(tmp_path, train={"epochs": 4, "tensorboard": True})
+    """No command waits, and the rows come while it is under way."""
+    run = run_with(tmp_path, export=[{"to": "tensorboard", "by": "job"}])
     add_training(run, rows=metrics()[:2])
     run.write_attempt(attempt(f"{JOB}-1"))
     path = run.training("ab12cd34").metrics_path
@@ -121,7 +121,7 @@ def test_a_training_sends_by_itself_where_that_is_asked_for(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("leader", "job"), [(False, f"{JOB}-1"), (True, "probe-n001"), (True, "nothing")])
 def test_followers_and_probes_send_nothing(tmp_path: Path, leader: bool, job: str) -> None:
-    run = run_with(tmp_path, train={"epochs": 4, "tensorboard": True})
+    run = run_with(tmp_path, export=[{"to": "tensorboard", "by": "job"}])
     training(run)
     add_probes(run, 1, (32,))
     with export_meanwhile(run, job, os.environ, leader=leader):

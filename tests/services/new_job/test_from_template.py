@@ -36,7 +36,7 @@ def test_local_template_mentions_every_setting():
     text = job_from_template("local") + script.partition("\nsearch:")[0]
     schema = JobSpec.model_json_schema()
     for name, section in schema["$defs"].items():
-        if name not in ("Slurm", "Every", "SiteBill"):
+        if name not in ("Slurm", "Every"):
             own = section["properties"].keys() - (OF_BILLING if name == "Pricing" else set())
             missing = [key for key in own if f"{key}:" not in text]
             assert not missing, (name, missing)

@@ -25,7 +25,7 @@ def job(*, pricing=None, **slurm):
 
 def test_a_bill_of_the_users_own_does_not_tell_whether_other_limits_hold():
     asked = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
-    asked = asked.model_copy(update={"pricing": asked.pricing.model_copy(update={"told": SiteBill(node=1)})})
+    asked = asked.model_copy(update={"pricing": asked.pricing.model_copy(update={"slurm_billing": SiteBill(node=1)})})
     found = check_balance(asked, nodes=1, hours=0.1, ask=Slurm(user_name()))
     assert "there are limits on cpu" in found.unknown
 
@@ -111,6 +111,9 @@ def test_each_type_of_node_has_its_own_bill():
     types = {"a": {"cluster": {"slurm": {"partition": "half"}}}, "b": {"cluster": {"slurm": {"partition": "billed"}}}}
     cluster = {"kind": "slurm", "device": "cpu", "slurm": {}}
     found = with_site_billing(spec(cluster=cluster, pricing={"kind": "billing"}, node_types=types), None, ask=ASK)
-    assert {name: own.pricing.told.node for name, own in found.by_type().items()} == {"a": pytest.approx(0.6), "b": 5.0}
+    assert {name: own.pricing.slurm_billing.node for name, own in found.by_type().items()} == {
+        "a": pytest.approx(0.6),
+        "b": 5.0,
+    }
     written = found.without_bill()
-    assert all(own.pricing.told is None for own in written.by_type().values())
+    assert all(own.pricing.slurm_billing is None for own in written.by_type().values())

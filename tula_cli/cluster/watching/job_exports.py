@@ -26,7 +26,7 @@ def export_meanwhile(run: RunDir, task_id: str, environ: Mapping[str, str], *, l
         leader: whether this is the one supervisor of several that does.
     """
     task = run.task(task_id) if leader else None
-    if not isinstance(task, TrainTask) or all(export.by != "job" for export in task.spec.exports):
+    if not isinstance(task, TrainTask) or all(export.by != "job" for export in task.spec.export):
         yield
         return
     environment = {

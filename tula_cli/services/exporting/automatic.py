@@ -30,7 +30,7 @@ class Beside:
         self.run = run
         self.process: subprocess.Popen[bytes] | None = None
         spec = run.spec()
-        self.wanted = any(one.by == "command" for one in spec.exports)
+        self.wanted = any(one.by == "command" for one in spec.export)
         self.later = self.wanted and spec.cluster.kind == "local" and not _train(run, jobs)
         self.told = b""
         if self.wanted and not self.later:

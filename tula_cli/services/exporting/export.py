@@ -112,7 +112,7 @@ def asked(
     if not to:
         if uri is not None or project is not None:
             raise SpecError("--uri and --project need --to, the tracker that they are of")
-        found = tuple(one for one in spec.exports if by in (None, one.by))
+        found = tuple(one for one in spec.export if by in (None, one.by))
         if not found and by is None:
             raise SpecError(
                 "nothing says where to", "add --to mlflow, wandb or tensorboard, or a section export to job.yaml"

@@ -45,7 +45,7 @@ def site_charge_of(run: RunDir, signature: str) -> SiteCharge | None:
     tasks = training.tasks()
     task = tasks[-1] if tasks else None
     job = None if task is None else run.job(task.job)
-    if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.told is None:
+    if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.slurm_billing is None:
         return None
     earlier = {attempt.allocation.partition(".")[0] for attempt in training.attempts()} - {""}
     billed = billed_jobs(sorted({*earlier, *job.ids}))
@@ -54,7 +54,7 @@ def site_charge_of(run: RunDir, signature: str) -> SiteCharge | None:
 
 def _compare_with_prediction(billed: BilledJobs, task: TrainTask) -> SiteCharge:
     pricing, predicted = task.spec.pricing, task.prediction
-    billing = pricing.told
+    billing = pricing.slurm_billing
     assert billing is not None
     factors = billing.usage_factor * billing.charge_factor
     return SiteCharge(

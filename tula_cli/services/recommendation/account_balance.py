@@ -50,7 +50,7 @@ def check_balance(
         at_most: the upper end of the 90 % interval of it.
         ask: returns what a command of SLURM prints.
     """
-    bill = spec.pricing.told
+    bill = spec.pricing.slurm_billing
     if bill is None or spec.cluster.kind != "slurm":
         return None
     balance = account_balance(spec, qos=bill.qos, ask=ask)
@@ -146,7 +146,7 @@ def _describe_minutes(minutes: float, tres: str) -> str:
 
 def _unit_name(tres: str, spec: JobSpec) -> str:
     """Return how an hour of a TRES is called; billing as the site does, unless its own factors come on top."""
-    bill = spec.pricing.told
+    bill = spec.pricing.slurm_billing
     if tres == "billing" and bill is not None and bill.charge_factor == 1:
         return spec.pricing.unit
     return {"mem": "GB-hours of memory"}.get(tres, f"{tres}-hours")

@@ -9,6 +9,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN
 from tula_cli.words import duration, is_too_wide, plural
 
 _MAX_REASONS = 5  # for which configurations are left out that are told one by one
@@ -76,10 +77,9 @@ def choice_warnings(forecast: Forecast, choice: Choice, limits: Limits) -> list[
     if chosen.further:
         warnings.append(_warn_extrapolated(forecast, chosen))
     warnings += _warn_second_opinion(forecast, chosen)
-    margin = forecast.spec.search.memory_margin
-    if chosen.headroom is not None and chosen.headroom < margin:
+    if chosen.headroom is not None and chosen.headroom < MEMORY_MARGIN:
         warnings.append(
-            f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {margin:.0%})"
+            f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {MEMORY_MARGIN:.0%})"
         )
     late = limits.deadline_hours is not None and limits.latest(chosen) > limits.deadline_hours
     if late:

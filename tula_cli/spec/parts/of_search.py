@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.sections import SequenceLengths
 
+MEMORY_MARGIN = 0.1
+"""Share of a GPU's memory that a configuration is to leave free."""
 LEAST_STEPS = 5
 """The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
 LOOKS = 3
@@ -35,7 +37,6 @@ class Search(Section):
     # and the largest on the most; partial: the four corners; full: all; adaptive: in rounds
     strategy: Literal["auto", "sweep", "partial", "full", "adaptive"] = "auto"
     sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
-    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
     # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %
     min_steps: Annotated[int, Field(ge=5)] = 10
     min_seconds: NonNegativeFloat = 2.0  # clocks and power have settled by then
@@ -43,7 +44,6 @@ class Search(Section):
     warmup_steps: Annotated[int, Field(ge=2)] = (
         10  # at least, before those that are timed; it lasts until they are alike
     )
-    memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
     max_node_hours: PositiveFloat | None = None  # the most that probes, and rehearsals of a script, may cost
     max_minutes: PositiveFloat = 20.0  # the most one profiling job may last; SLURM is asked for 2 more, to end it first and write why, and prices count them
     packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all

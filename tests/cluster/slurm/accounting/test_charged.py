@@ -12,7 +12,7 @@ def test_billing_times_elapsed_over_all_jobs():
     found = parse_billed(ROWS)
     assert (found.jobs, found.open, found.billings) == (2, False, (5, 10))
     assert found.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
-    pricing = Pricing(kind="billing", told=SiteBill(node=5, usage_factor=2, charge_factor=0.5))
+    pricing = Pricing(kind="billing", slurm_billing=SiteBill(node=5, usage_factor=2, charge_factor=0.5))
     assert price_of_billed(found, pricing) == pytest.approx(found.billing_hours)
 
 

@@ -16,7 +16,7 @@ def job(*, gpus=1, device="cpu", pricing=None, **slurm):
 
 
 def billed(asked, ask=None, root=None):
-    return asked.pricing.model_copy(update={"told": site_bill(asked, root, ask=ask or Slurm(user_name()))})
+    return asked.pricing.model_copy(update={"slurm_billing": site_bill(asked, root, ask=ask or Slurm(user_name()))})
 
 
 # What `sacct` showed of real jobs that asked for the same (AllocTRES billing=).
@@ -127,15 +127,15 @@ def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
 
 def test_names_are_read_as_slurm_reads_them():
     pricing = billed(job(partition="billed", qos="Dear", pricing={"qos_factors": {"DEAR": 3.0}}))
-    assert (pricing.told.usage_factor, pricing.told.charge_factor) == (2, 3)
+    assert (pricing.slurm_billing.usage_factor, pricing.slurm_billing.charge_factor) == (2, 3)
     own = {"per_node": 64, "partition_factors": {"gpu": 2, "debug": 0.5}}
     assert hourly_charge(billed(job(partition="debug,gpu", pricing=own)), 1) == 128
 
 
 def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
     monkeypatch.setenv("SBATCH_QOS", "dear")
-    assert billed(job(partition="billed")).told.usage_factor == 2
-    assert billed(job(partition="billed", qos="normal")).told.usage_factor == 1
+    assert billed(job(partition="billed")).slurm_billing.usage_factor == 2
+    assert billed(job(partition="billed", qos="normal")).slurm_billing.usage_factor == 1
 
 
 def test_the_default_qos_of_the_association_counts():

@@ -63,6 +63,6 @@ def parse_billed(output: str) -> BilledJobs | None:
 
 def price_of_billed(billed: BilledJobs, pricing: Pricing) -> float:
     """Return what a site charges for what its SLURM has billed, in the currency of the pricing."""
-    billing = pricing.told
+    billing = pricing.slurm_billing
     factor = 1.0 if billing is None else billing.usage_factor * billing.charge_factor
     return billed.billing_hours * factor * pricing.price

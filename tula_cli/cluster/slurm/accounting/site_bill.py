@@ -5,7 +5,7 @@ import os
 import pwd
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -93,7 +93,7 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
 
 def _stored_bill(stored: StoredBill, why: str) -> SiteBill:
     day = time.strftime("%Y-%m-%d", time.localtime(stored.asked_at))
-    return stored.bill.model_copy(update={"words": f"{stored.bill.words}; as of {day}, {why}"})
+    return replace(stored.bill, words=f"{stored.bill.words}; as of {day}, {why}")
 
 
 def with_environment_defaults(spec: JobSpec) -> JobSpec:

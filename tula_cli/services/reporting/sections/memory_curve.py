@@ -8,6 +8,7 @@ from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.services.reporting.document import Column, Figure, Mark, Section, Series, Table
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.units import bytes_unit
+from tula_cli.spec.parts.of_search import MEMORY_MARGIN
 from tula_cli.words import number, plural
 
 KEY, TITLE = "memory", "Memory"
@@ -46,7 +47,7 @@ def _describe_limit(measurements: TypeMeasurements, nodes: int) -> str:
     if capacity is None:
         return "Nothing bounds the memory of a rank (cluster.memory_per_gpu sets a limit)."
     factor, unit = bytes_unit([capacity])
-    margin = f"{measurements.part.spec.search.memory_margin:.0%}"
+    margin = f"{MEMORY_MARGIN:.0%}"
     bound = "every local batch fits" if largest is None else f"a local batch of at most {largest} fits"
     return f"One GPU has {number(capacity * factor)} {unit}; with {margin} of it left free {bound}."
 

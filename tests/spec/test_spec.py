@@ -766,7 +766,7 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
         {"train__cudnn_benchmark": False},
         {"train__deterministic": True},
         {"train__diagnostics": True},
-        {"train__hessian": {"every": 5, "samples": 64}},
+        {"train__hessian": True},
         {"train__gradient_noise": True},
         {"search__min_steps": 9},
         {"name": "b"},

@@ -72,8 +72,7 @@ def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterat
         return
     if any(stage.noise is not None for stage in task.stages):
         yield f"its batch grows: {describe_stages(task.stages)}"
-        measured = task.spec.train.noise_measured
-        if measured is not None and (settled := describe_not_delayed(task.stages, measured.every)):
+        if task.spec.train.measures_noise and (settled := describe_not_delayed(task.stages)):
             yield settled
         return
     if task.spec.train.stages == "decay" and task.stages:

@@ -41,6 +41,10 @@ REMOVED: Mapping[str, Removed] = {
     "auto.arms.decay_factor": Removed((1,), _ARMS_ADVICE),
     "auto.arms.decay_from": Removed((None,), _ARMS_ADVICE),
     "auto.arms.warmup_epochs": Removed((0,), _ARMS_ADVICE),
+    "train.gradient_noise.batches": Removed((32,), "gradient_noise: true"),
+    "train.gradient_noise.every": Removed((1,), "gradient_noise: true"),
+    "train.hessian.every": Removed((1,), "hessian: true"),
+    "train.hessian.samples": Removed((128,), "hessian: true"),
     "search.memory_margin": Removed((0.1,), "a tenth is kept free; cluster.memory_per_gpu sets what a rank may use"),
     "search.steps": Removed(
         (), "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"

@@ -161,7 +161,7 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
 
 
 _UNION_BRANCHES = re.compile(
-    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Hessian$|Rows$)"
+    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Rows$)"
 )
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import Arguments, Method, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import DEFAULT_METHOD, Facts, facts_of
-from tula_cli.spec.parts.of_train import BestCheckpoint, EarlyStopping, GradientNoise, Hessian, Stages
+from tula_cli.spec.parts.of_train import BestCheckpoint, EarlyStopping, Measured, Stages
 
 LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
 _POSITIONS = ("n_positions", "max_position_embeddings")
@@ -291,8 +291,8 @@ class Train(Section):
     oom_policy: Literal["accumulate", "shrink"] = "accumulate"
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
     diagnostics: bool = False  # gradient norms of every step also where the method does not take them by itself
-    hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
-    gradient_noise: bool | GradientNoise = False  # the gradient noise scale at epoch ends
+    hessian: Measured = False  # the largest eigenvalue at epoch ends, on 128 samples (costs some dozen steps)
+    gradient_noise: Measured = False  # the gradient noise scale at epoch ends, by 32 micro-batches of each GPU
     # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
     # whose mean over samples it is, or of a class with update, compute and reset, as torchmetrics has them
     metrics: dict[MetricName, str | dict[str, Arguments]] = {}
@@ -393,11 +393,9 @@ class Train(Section):
         return "auto" if self.ramp is None and self.facts.ramps else self.ramp
 
     @property
-    def noise_measured(self) -> GradientNoise | None:
-        """How the training measures its gradient noise, by itself where its stages follow from that; None where it does not."""
-        if isinstance(self.gradient_noise, GradientNoise):
-            return self.gradient_noise
-        return GradientNoise() if self.gradient_noise or self.stages == "noise" else None
+    def measures_noise(self) -> bool:
+        """Whether the training measures its gradient noise: as the job says, or because its stages follow from that."""
+        return self.gradient_noise or self.stages == "noise"
 
     @model_validator(mode="after")
     def _algorithms_are_repeated_or_chosen_anew(self) -> "Train":

@@ -479,7 +479,6 @@ LONG = {"epochs": 40}
         ({"train": {"ramp": "auto"}}, "train.ramp", "auto"),
         ({"train": {"method": "auto"}, "auto": {"after": 6}}, "auto.after", 2),
         ({"train": {"method": "auto"}, "auto": {"branch_epochs": 4.0}}, "auto.branch_epochs", 1.0),
-        ({"train": {"hessian": {"every": 4, "samples": 64}}}, "train.hessian.samples", 64),
         ({"train": {"seed": 8}}, "train.seed", 8),
     ],
 )  # fmt: skip

@@ -115,7 +115,7 @@ def test_the_resolved_job_is_taken_too(place):
         ("train.ramp", "noise"),
         ("train.ramp", [{"epochs": 1, "batch": 64}]),
         ("train.hessian", True),
-        ("train.gradient_noise", {"every": 2}),
+        ("train.gradient_noise", True),
         ("train.metrics", {"f1": {"torchmetrics:F1Score": {"task": "binary"}}}),
         ("train.early_stopping", {"metric": "top1", "at_least": 0.7}),
         ("ags.delta", "inf"),

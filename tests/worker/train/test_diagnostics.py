@@ -146,12 +146,12 @@ def test_without_scaling_there_is_no_share_and_no_factor(alone: Ranks, run: RunD
     assert found["scaled"] is None and found["factors"] is None and found["steps"] == 6
 
 
-def test_curvature_rows_come_at_the_start_and_at_the_epochs_asked_for(alone: Ranks, run: RunDir) -> None:
-    settings = {"hessian": {"every": 2, "samples": 24}, "epochs": 5, "method": "ags"}
+def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ranks, run: RunDir) -> None:
+    settings = {"hessian": True, "epochs": 2, "method": "ags"}
     task = train_task(spec(train=settings, ags={"b_small": 4}))
     run_job(run, alone, task)
     found = list(rows(run, task, "hessian"))
-    assert [(row["epoch"], row["samples"], row["batch"]) for row in found] == [(0, 0, 24), (2, 192, 24), (4, 384, 24)]
+    assert [(row["epoch"], row["samples"], row["batch"]) for row in found] == [(0, 0, 96), (1, 96, 96), (2, 192, 96)]
     for row in found:
         assert row["eigenvalue"] > 0 and row["gradient_norm"] > 0 and row["converged"]
         assert (row["s_min"], row["s_max"], row["lr"]) == (1e-3, 2.0, 0.1)

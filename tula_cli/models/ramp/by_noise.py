@@ -179,7 +179,6 @@ def decide_stage(
     reference: int,
     passed: int,
     size: int,
-    interval: int,
     total: int,
 ) -> StageDecision:
     """Return whether a stage begins as planned, is put off to the next measurement, or never comes.
@@ -193,7 +192,6 @@ def decide_stage(
         reference: batch.
         passed: samples passed.
         size: samples of an epoch.
-        every: epochs from one measurement to the next.
         total: samples of the whole training.
     """
     high = NoisePath.from_measurements({passed / size: noise["high"]}, reference=reference) if noise else None
@@ -206,8 +204,8 @@ def decide_stage(
 
     if high is None or factor * high.noise_at(stage.begin / size) >= stage.batch:
         return row("begins", stage.begin)
-    # Beyond the next measurement, which then looks at it again.
-    begin = max(stage.begin, passed + interval * size + 1)
+    # Beyond the next measurement, an epoch from now, which then looks at it again.
+    begin = max(stage.begin, passed + size + 1)
     return row("stopped", total) if begin > (1 - MIN_STAGE_SHARE) * total else row("put off", begin)
 
 
@@ -232,10 +230,10 @@ def _describe_stage(stage: Stage, *, by_noise: bool) -> str:
     return f"batch {stage.batch} from epoch {number(stage.epoch)}: noise scale {number(stage.noise)}"
 
 
-def describe_not_delayed(stages: Sequence[Stage], interval: int) -> str:
-    """Say that stages (as they are written down) all begin before the noise is measured, every so many epochs; else nothing."""
+def describe_not_delayed(stages: Sequence[Stage]) -> str:
+    """Say that stages (as they are written down) all begin before the noise is first measured; else nothing."""
     coming = [stage.epoch or 0.0 for stage in stages[1:] if stage.noise is not None]
-    return STAGES_NOT_DELAYED if coming and coming[-1] <= interval else ""
+    return STAGES_NOT_DELAYED if coming and coming[-1] <= 1 else ""
 
 
 def describe_decision(decision: StageDecision) -> str:

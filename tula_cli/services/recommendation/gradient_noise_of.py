@@ -20,7 +20,7 @@ from tula_cli.spec.job import JobSpec
 def noisy_trainings(run: RunDir) -> list[TrainingRun]:
     """Return the trainings of a run that measure their gradient noise."""
     trainings = [run.training(signature) for signature in run.train_signatures()]
-    return [training for training in trainings if (task := training.newest_task()) and task.spec.train.noise_measured]
+    return [training for training in trainings if (task := training.newest_task()) and task.spec.train.measures_noise]
 
 
 def noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:

@@ -1,8 +1,9 @@
 """The sections that stand in section train: its stages, what it measures beside it, and how it is judged."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tula_cli.spec.kinds import Positive, PositiveFloat, Section
 
@@ -28,20 +29,23 @@ class RampStage(Section):
 Stages = Literal["auto", "noise", "decay"] | Annotated[list[RampStage], Field(min_length=1)]
 
 
-class Hessian(Section):
-    """How often the largest Hessian eigenvalue is measured, and on how much; `train.hessian: true` takes the defaults."""
+HESSIAN_SAMPLES = 128
+"""Samples of the training set, over all GPUs, on which the Hessian's eigenvalue is measured: always the same ones."""
+NOISE_BATCHES = 32
+"""Micro-batches of each GPU, forward and backward, by which the gradient noise is measured: the next ones of the training."""
 
-    every: Positive = 1  # epochs
-    samples: Positive = 128  # of the training set, over all GPUs, always the same ones
+
+def _without_settings(value: object) -> object:
+    """Read an empty mapping as true: what is left of the settings that older versions had here, if they were the default ones."""
+    if isinstance(value, Mapping):
+        if value:
+            raise ValueError(f"is true or false; {', '.join(map(str, value))} cannot be set any more")
+        return True
+    return value
 
 
-class GradientNoise(Section):
-    """How often the gradient noise scale is measured, and on how much; `train.gradient_noise: true` takes the defaults."""
-
-    every: Positive = 1  # epochs
-    batches: Annotated[int, Field(ge=2)] = (
-        32  # micro-batches of each GPU, forward and backward; the next ones of the training
-    )
+Measured = Annotated[bool, BeforeValidator(_without_settings)]
+"""Whether something is measured at the end of each epoch."""
 
 
 class BestCheckpoint(Section):

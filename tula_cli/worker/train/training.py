@@ -15,7 +15,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import lr_scale
-from tula_cli.spec.parts.of_train import Hessian
+from tula_cli.spec.parts.of_train import HESSIAN_SAMPLES
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
@@ -355,16 +355,14 @@ class Training:
         )
 
     def _measure_curvature(self) -> None:
-        """Write a row with the extreme Hessian eigenvalues, where that is asked for and due; every rank takes part.
+        """Write a row with the extreme Hessian eigenvalues, if the job asks for it; every rank takes part.
 
         At the end of an epoch that is before its evaluation counts as done: a run that has to leave in between measures
         again.
         """
-        settings_, trainer = self.task.spec.train.hessian, self.trainer
-        settings = settings_ if isinstance(settings_, Hessian) else Hessian()
-        if settings_ and not trainer.position.epoch % settings.every:
-            curvature = hessian.measure_curvature(trainer, samples=settings.samples, between=self._check)
-            self.log.add("hessian", **asdict(curvature), **hessian.lemma_1_terms(trainer, curvature.smoothness))
+        if self.task.spec.train.hessian:
+            curvature = hessian.measure_curvature(self.trainer, samples=HESSIAN_SAMPLES, between=self._check)
+            self.log.add("hessian", **asdict(curvature), **hessian.lemma_1_terms(self.trainer, curvature.smoothness))
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature

@@ -15,7 +15,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.parts.of_train import GradientNoise
+from tula_cli.spec.parts.of_train import NOISE_BATCHES
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.loop import Trainer
 from tula_cli.worker.train.sizes.dividing import ramp_from_stages
@@ -89,36 +89,34 @@ class StageControl:
     def measure(self, between: Callable[[], None]) -> dict[str, Any] | None:
         """Return a row of the noise where the job asks for one now, or a stage is to come; every rank takes part."""
         train, trainer = self.task.spec.train, self.trainer
-        settings = train.noise_measured
-        if settings is None or trainer.position.epoch % settings.every:
+        if not train.measures_noise:
             return None
         if train.gradient_noise:
-            return gradient_noise.measure_gradient_noise(trainer, batches=settings.batches, between=between)
-        if self._next_stage(settings) is None:
+            return gradient_noise.measure_gradient_noise(trainer, batches=NOISE_BATCHES, between=between)
+        if self._next_stage() is None:
             return None
         some = round(SHARE * self._size / (trainer.micro_batch * trainer.ranks.world))
         return gradient_noise.measure_gradient_noise(
-            trainer, batches=min(settings.batches, max(FEWEST, some)), between=between
+            trainer, batches=min(NOISE_BATCHES, max(FEWEST, some)), between=between
         )
 
-    def _next_stage(self, settings: GradientNoise) -> Stage | None:
+    def _next_stage(self) -> Stage | None:
         """Return the stage that begins before the next measurement; None where none does."""
         passed = self.trainer.samples_passed
-        return next_stage(self.stages, passed=passed, end=passed + settings.every * self._size) if self.acts else None
+        return next_stage(self.stages, passed=passed, end=passed + self._size) if self.acts else None
 
     def decide(self, noise: Mapping[str, Any]) -> StageDecision | None:
         """Decide of the coming stage by a row of the noise, the same on every rank; None where none is to come."""
-        settings = self.task.spec.train.noise_measured
-        stage = None if settings is None else self._next_stage(settings)
-        if settings is None or stage is None:
+        stage = self._next_stage() if self.task.spec.train.measures_noise else None
+        if stage is None:
             return None
-        row = self._load_or_decide(stage, noise, interval=settings.every) if self.trainer.ranks.is_first else None
+        row = self._load_or_decide(stage, noise) if self.trainer.ranks.is_first else None
         text = self.trainer.ranks.gather("" if row is None else row.model_dump_json())[0]
         row = StageDecision.model_validate_json(text)
         self._apply([row])
         return row
 
-    def _load_or_decide(self, stage: Stage, noise: Mapping[str, Any], *, interval: int) -> StageDecision:
+    def _load_or_decide(self, stage: Stage, noise: Mapping[str, Any]) -> StageDecision:
         """Return what was decided here before, or else is now, which is written down first of all. Rank 0 alone."""
         passed = self.trainer.samples_passed
         for row in self.known:
@@ -131,7 +129,6 @@ class StageControl:
             reference=self.task.spec.train.reference_batch,
             passed=passed,
             size=self._size,
-            interval=interval,
             total=self._total,
         )
         self.known.append(row)

@@ -485,13 +485,6 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
     assert "as recommended (knee; 20" in tula("train", "--dry-run").out
 
 
-@pytest.mark.parametrize(
-    ("option", "replacement"),
-    [
-        (("--what-if", "compute=2.1x"), "run tula profile on that hardware"),
-        (("--with-run", "tula-runs/other"), "set search.gpus_per_node in the job"),
-    ],
-)
 def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
     refused = tula("recommend", "--objective", "result-time")
     assert refused.code == 2
@@ -500,6 +493,13 @@ def test_the_removed_objective_of_recommend_names_its_replacement(cluster):
     assert other.code == 2 and "any more" not in other.err and "'soon' is not one of" in other.err
 
 
+@pytest.mark.parametrize(
+    ("option", "replacement"),
+    [
+        (("--what-if", "compute=2.1x"), "run tula profile on that hardware"),
+        (("--with-run", "tula-runs/other"), "set search.gpus_per_node in the job"),
+    ],
+)
 def test_a_removed_option_of_recommend_names_its_replacement(cluster, option, replacement):
     refused = tula("recommend", *option)
     assert refused.code == 2

@@ -1,4 +1,4 @@
-"""What a training takes on the nodes, and with the time limit, that are chosen by the bounds, beside the best in hindsight."""
+"""How long a training takes on the nodes and with the time limit that the bounds choose, compared with the best in hindsight."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NEAR = 0.1
 
 @dataclass(frozen=True)
 class Ask:
-    """What a chain of jobs asks the queue for: nodes and time limit of each of its links."""
+    """The request of a chain of jobs: nodes and time limit of each of its jobs."""
 
     nodes: int
     minutes: float
@@ -48,16 +48,16 @@ class Choices:
 
 
 Rule = Callable[[WaitBound | None, float | None], float]
-"""What a link is taken to wait, by its bound and by the scheduler's estimate, which there is of the first link alone."""
+"""The wait that a job of a chain is expected to have, by its bound and by the scheduler's estimate, which only the first job has."""
 RULES: dict[str, Rule | None] = {
     "run time alone": None,
     "bound": lambda bound, _: _bound(bound),
-    "bound and estimate": lambda bound, told: max(_bound(bound), told or 0.0),
+    "bound and estimate": lambda bound, estimate: max(_bound(bound), estimate or 0.0),
     "median": lambda bound, _: _middle(bound),
-    "median and estimate": lambda bound, told: max(_middle(bound), told or 0.0),
-    "estimate, then nothing": lambda _, told: told or 0.0,
-    "estimate, then median": lambda bound, told: _middle(bound) if told is None else told,
-    "estimate, then bound": lambda bound, told: _bound(bound) if told is None else told,
+    "median and estimate": lambda bound, estimate: max(_middle(bound), estimate or 0.0),
+    "estimate, then nothing": lambda _, estimate: estimate or 0.0,
+    "estimate, then median": lambda bound, estimate: _middle(bound) if estimate is None else estimate,
+    "estimate, then bound": lambda bound, estimate: _bound(bound) if estimate is None else estimate,
 }
 
 
@@ -96,7 +96,7 @@ def choices(nodes: int, jobs: Sequence[ModelJob], log: Sequence[LoggedJob], *, c
     moments = np.sort(rng.uniform(jobs[len(jobs) // 3].submitted, jobs[9 * len(jobs) // 10].submitted, count))
     history = [PastWait(job.submitted, job.wait, job.nodes, job.limit / 60) for job in log]
     cluster = Cluster(nodes, jobs)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
+    regrets_by_rule: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
     for moment in moments:
         cluster.until(float(moment))
         hours, serial = (float(np.exp(rng.uniform(*np.log(ends)))) for ends in (NODE_HOURS, SERIAL))
@@ -108,9 +108,9 @@ def choices(nodes: int, jobs: Sequence[ModelJob], log: Sequence[LoggedJob], *, c
         bounds = {ask: wait_bound(known, nodes=ask.nodes, minutes=ask.minutes, now=float(moment)) for ask in asks}
         for name, rule in RULES.items():
             chosen = min(asks, key=lambda ask: _expected(ask, rule, bounds[ask], cluster.earliest(ask.nodes), runs))
-            own = min(took for ask, took in actual.items() if ask.nodes == chosen.nodes)
-            found[name].append((actual[chosen] / best - 1, own / best - 1))
-    return [_summed(name, pairs) for name, pairs in found.items()]
+            best_on_nodes = min(took for ask, took in actual.items() if ask.nodes == chosen.nodes)
+            regrets_by_rule[name].append((actual[chosen] / best - 1, best_on_nodes / best - 1))
+    return [_summed(name, pairs) for name, pairs in regrets_by_rule.items()]
 
 
 def _asks(runs: dict[int, float]) -> list[Ask]:
@@ -125,20 +125,20 @@ def _asks(runs: dict[int, float]) -> list[Ask]:
     return asks
 
 
-def _expected(ask: Ask, rule: Rule | None, bound: WaitBound | None, told: float, runs: dict[int, float]) -> float:
-    waits = 0.0 if rule is None else links_wait(ask, rule(bound, told), rule(bound, None))
+def _expected(ask: Ask, rule: Rule | None, bound: WaitBound | None, estimate: float, runs: dict[int, float]) -> float:
+    waits = 0.0 if rule is None else links_wait(ask, rule(bound, estimate), rule(bound, None))
     return runs[ask.nodes] + waits
 
 
 def _actual(cluster: Cluster, ask: Ask, seconds: float) -> float:
     """Return how long a training takes from now on, waits included."""
-    own, begun, left = cluster.fork(), cluster.now, seconds
+    forked, started, remaining = cluster.fork(), cluster.now, seconds
     for _ in range(ask.links):
-        job = ModelJob(own.now, ask.nodes, min(left, 60.0 * ask.minutes), 60.0 * ask.minutes)
-        own.wait_of(job)
-        left -= job.run
-        own.until(own.starts[id(job)] + job.run)
-    return own.now - begun
+        job = ModelJob(forked.now, ask.nodes, min(remaining, 60.0 * ask.minutes), 60.0 * ask.minutes)
+        forked.wait_of(job)
+        remaining -= job.run
+        forked.until(forked.starts[id(job)] + job.run)
+    return forked.now - started
 
 
 def _summed(name: str, pairs: Sequence[tuple[float, float]]) -> Choices:

@@ -73,8 +73,8 @@ class WaitSeries:
 
     def bound(self) -> float | None:
         """Return the bound of the quantile, seconds; None where there are too few waits."""
-        found = rank(len(self._ascending), quantile=self.quantile, confidence=self.confidence)
-        return None if found is None else self._ascending[found - 1]
+        place = rank(len(self._ascending), quantile=self.quantile, confidence=self.confidence)
+        return None if place is None else self._ascending[place - 1]
 
     def middle(self) -> float | None:
         """Return the median, seconds."""

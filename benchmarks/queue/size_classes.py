@@ -36,7 +36,7 @@ class PastWait:
 
 @dataclass(frozen=True)
 class WaitBound:
-    """What a wait is held below with 90 %."""
+    """An upper bound of a wait, with 90 % probability."""
 
     seconds: float
     middle: float  # the median of the waits that it rests on
@@ -87,9 +87,9 @@ def wait_bound(
             by_size[size].append(past)
         elif past.submitted < now < past.known_at:
             waiting[size].append(now - past.submitted)
-    own = size_of(nodes, minutes)
+    size_wanted = size_of(nodes, minutes)
     counts = Counter({size: len(jobs) for size, jobs in by_size.items()})
-    sizes = merged(own, counts, ENOUGH * fewest(quantile, confidence))
+    sizes = merged(size_wanted, counts, ENOUGH * fewest(quantile, confidence))
     series = WaitSeries(quantile=quantile, confidence=confidence)
     for past in sorted((past for size in sizes for past in by_size[size]), key=lambda past: past.known_at):
         series.add(past.wait)
@@ -109,14 +109,14 @@ def _with_waiting(series: WaitSeries, ages: Sequence[float]) -> None:
             series.add(age)
 
 
-def merged(own: Size, counts: Counter[Size], needed: int) -> list[Size]:
+def merged(size_wanted: Size, counts: Counter[Size], needed: int) -> list[Size]:
     """Return a job's class and as many rings of its neighbours as it takes to have so many waits; all where they are few.
 
     A class is one step away where its time limits are the next ones, or its nodes.
     """
     if not counts:
-        return [own]
-    away = {size: abs(size[0] - own[0]) + abs(size[1] - own[1]) for size in counts}
+        return [size_wanted]
+    away = {size: abs(size[0] - size_wanted[0]) + abs(size[1] - size_wanted[1]) for size in counts}
     for radius in sorted(set(away.values())):
         sizes = sorted(size for size, steps in away.items() if steps <= radius)
         if sum(counts[size] for size in sizes) >= needed:

@@ -77,22 +77,25 @@ def recommend(
     run, spec = _measured(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
     criteria = Criteria(objective, limits, curve, node_type, from_training)
-    looks = functools.partial(launcher.launcher_for, submits=False)
-    answer = service.answer_query(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
-    found = answer.recommendation
-    saved = (save or _renews(screen, run, found)) and _saved(
-        screen, run, spec, answer, overrides or (), job, asked=save, every=every
+    make_launcher = functools.partial(launcher.launcher_for, submits=False)
+    answer = service.answer_query(run, spec, criteria, launcher_for=make_launcher, overrides=overrides or ())
+    recommendation = answer.recommendation
+    saved = (save or _renews(screen, run, recommendation)) and _saved(
+        screen, run, spec, answer, overrides or (), job, is_required=save, every=every
     )
     judged = service.cross_validate(answer) if validate else {}
     rows = {"rows": Lines(answer.rows_as_json(every=every))}
     explained = service.explain_fits(answer) if explain else {}
     line = describe_training_method(spec)
-    asked = {**({"validation": judged} if validate else {}), **({"explanation": explained} if explain else {})}
-    data = {**dict(found), **rows, "saved": saved, "method_line": line, **asked}
+    details_as_json = {
+        **({"validation": judged} if validate else {}),
+        **({"explanation": explained} if explain else {}),
+    }
+    data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json}
     shown = _shown(screen, answer, pareto=pareto, every=every, kept=saved)
-    details = show_recommend.explanation(found, explained) if explain else [show_recommend.EXPLAIN]
+    details = show_recommend.explanation(recommendation, explained) if explain else [show_recommend.EXPLAIN]
     screen.answer(data, itertools.chain(shown, ["", line], show_recommend.validation(judged), details))
-    warn_all(screen, found.warnings)
+    warn_all(screen, recommendation.warnings)
 
 
 def _shown(screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept: bool) -> "Iterator[RenderableType]":
@@ -117,16 +120,16 @@ def _saved(
     overrides: Sequence[str],
     job: Path | None,
     *,
-    asked: bool,
+    is_required: bool,
     every: bool,
 ) -> bool:
-    """Keep an answer; return whether that went well, where it was not asked for."""
+    """Save an answer and return whether it was saved; where it is required to be, an error is raised instead."""
     from tula_cli.services import recommend as services_recommend
 
     try:
         services_recommend.save_answer(run, spec, answer, overrides=overrides, job=job, every=every)
     except (CannotWrite, NotYours) as error:
-        if asked:
+        if is_required:
             raise
         screen.warn(f"the answer is not kept, and tula train will not find it: {error.message}")
         return False
@@ -136,13 +139,13 @@ def _saved(
     return True
 
 
-def _renews(screen: Screen, run: "RunDir", found: "Recommendation") -> bool:
+def _renews(screen: Screen, run: "RunDir", recommendation: "Recommendation") -> bool:
     """Return whether an answer takes the place of the kept one unasked; say so where it does not."""
     from tula_cli.services import recommend as services_recommend
 
-    known = run.recommendation()
-    if not services_recommend.should_replace(found, known):
-        screen.note(show_recommend.only_shown(found, known))
+    stored = run.recommendation()
+    if not services_recommend.should_replace(recommendation, stored):
+        screen.note(show_recommend.only_shown(recommendation, stored))
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""What a run will take at any configuration, from the results of its probes: time, cost, memory, and whether it fits."""
+"""Time, cost and memory of a run at any configuration, and whether it fits, predicted from the results of its probes."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -131,7 +131,7 @@ class Forecast(Known):
 
     @cached_property
     def _largest(self) -> Callable[[int], int | None]:
-        """What returns the largest local batch on a number of nodes; each is worked out once."""
+        """Function from a number of nodes to the largest local batch there; each value is computed once."""
         gpus, margin = self.spec.cluster.gpus_per_node, MEMORY_MARGIN
         return functools.cache(
             lambda nodes: self.memory.for_ranks(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
@@ -323,7 +323,7 @@ class Forecast(Known):
         step = self._steps(*columns([smaller]))
         alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
         longer = step.times(1 + (split - 1) * alone / float(step.seconds[0]))
-        return self.trainings.on_demand(nodes, batch, longer, {}, held=np.array([size])).record(0)
+        return self.trainings.on_demand(nodes, batch, longer, {}, memory_batches=np.array([size])).record(0)
 
     def _forecast(self, config: Config, market: Market) -> Prediction | None:
         row = None if self.why_not(config) or self.why_unknown(config) else self.predict(config)
@@ -352,7 +352,7 @@ class Forecast(Known):
 
     @cached_property
     def trainings(self) -> Trainings:
-        """What trainings take beside and by their steps."""
+        """The models of whole trainings: the steps, and the overheads around them."""
         overheads = OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
         stages = StageTimes(
             self.spec,

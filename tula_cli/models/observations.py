@@ -30,7 +30,7 @@ _WAITING = 0.3  # a loader that a step waits for this share of its time sets the
 
 @dataclass(frozen=True)
 class OtherSizes:
-    """What was measured of the same job on the same nodes with other numbers of their GPUs: it tells of the step time alone."""
+    """Measurements of the same job on the same nodes with other numbers of GPUs; only the step-time model uses them."""
 
     probes: tuple[Measured, ...] = ()
     trained: tuple[TrainedSteps, ...] = ()

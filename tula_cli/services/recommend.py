@@ -132,7 +132,7 @@ def recommend(
 
 
 def _training_fields(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
-    """Return what trainings have told, as fields of an answer."""
+    """Return the trainings that count in the fit, and those left out, as fields of an answer."""
     trained = [steps for measurements in all_measurements for steps in measurements.trained]
     left_out = [f"{measurements.prefix}{why}" for measurements in all_measurements for why in measurements.left_out]
     return {"trainings": tuple(trained), "trainings_left_out": tuple(left_out)}
@@ -145,7 +145,7 @@ def _gather_by_type(
     training: UnfinishedTraining | None,
     worth: Worth,
 ) -> tuple[list[TypeMeasurements], list[str]]:
-    """Return what is known of each type of node, and what is to be said of it."""
+    """Return the measurements of each type of node, and explanations and warnings about them."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
     results, explanations = results_by_type(parts, training)
     at_a_pace = training is not None
@@ -165,7 +165,7 @@ def _gather_by_type(
 
 
 def _parts_of_query(parts: Sequence[Part], *, from_training: bool) -> tuple[UnfinishedTraining | None, Sequence[Part]]:
-    """Return the parts that are asked; by a training under way it, and the part that it runs on: it stays on its nodes."""
+    """Return the unfinished training and its part with `from_training`, else None and all parts: a training stays on its type of node."""
     training = find_unfinished_training(parts) if from_training else None
     return training, parts if training is None else (training.part,)
 
@@ -258,8 +258,8 @@ def should_replace(recommendation: Recommendation, stored: Recommendation | None
     """Return whether an answer is kept unasked: the first one under the job's own settings, and one to the same criteria.
 
     Args:
-        found: the answer.
-        known: the one that the run keeps.
+        recommendation: the new answer.
+        stored: the answer that the run keeps; None if there is none.
     """
     if recommendation.continuation is not None:  # it moves a training
         return False
@@ -271,7 +271,7 @@ def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = Fal
 
     Args:
         run: where they go; in those of its node types what `tula train --type` takes.
-        own: the job's own settings, without what the answer only assumes.
+        job: the job with its own settings, without those that the answer only assumes.
         answer: what was chosen.
         every: whether results.csv holds every candidate, however many there are.
 
@@ -310,10 +310,10 @@ def save_answer(
     """
     require_own(run.path)
     assumed = bool(answer.recommendation.overrides)
-    own = run.spec() if assumed else spec
-    store_answer(run, own, answer, every=every)
+    own_spec = run.spec() if assumed else spec
+    store_answer(run, own_spec, answer, every=every)
     file = settings_origin(run, None, ()) if assumed else settings_origin(run, job, overrides)
-    save_job(run, own, parts_with_data(run, own), file)
+    save_job(run, own_spec, parts_with_data(run, own_spec), file)
 
 
 def _build_recommendation(
@@ -353,10 +353,13 @@ def _build_recommendation(
         runners_up=choice.runners_up,
         warnings=(*warnings, *warnings_told, *choice_warnings(choice_measurements.forecast, choice, limits)),
         currency=spec.pricing.currency,
-        price=_join_by_type(all_measurements, lambda one: cost.describe_price(one.part.spec.pricing)),
+        price=_join_by_type(all_measurements, lambda measurements: cost.describe_price(measurements.part.spec.pricing)),
         fit_error=choice_measurements.forecast.steps.error,
-        fit=_join_by_type(all_measurements, lambda one: one.forecast.steps.words),
-        power=_join_by_type(all_measurements, lambda one: one.forecast.power.words if one.forecast.power else ""),
+        fit=_join_by_type(all_measurements, lambda measurements: measurements.forecast.steps.words),
+        power=_join_by_type(
+            all_measurements,
+            lambda measurements: measurements.forecast.power.words if measurements.forecast.power else "",
+        ),
         efficiency="" if noise is None else describe_noise_basis(noise, choice_measurements),
         interruption=choice_measurements.forecast.describe_interruption(choice.prediction),
         fallback=first_fallback(choice_measurements.forecast, choice.prediction),
@@ -395,14 +398,14 @@ def _describe_knees(measurements: TypeMeasurements, rows: Offers, objective: Obj
 
 
 def _join_by_type(all_measurements: Sequence[TypeMeasurements], describe: Callable[[TypeMeasurements], str]) -> str:
-    """Return what is to be said of the types of nodes, a line each; those of which nothing is are left out."""
+    """Describe each type of node in a line; types with an empty description are left out."""
     return "\n".join(
         f"{measurements.prefix}{text}" for measurements in all_measurements if (text := describe(measurements))
     )
 
 
 def _choosable_offers(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
-    """Return what may be chosen: of nodes where ranks are held up what was measured, if anything was."""
+    """Return the configurations to choose among: on node types with delayed ranks only measured ones, if there are any."""
     doubtful = [measurements.type for measurements in all_measurements if measurements.forecast.held_up]
     is_known = rows.measured | ~np.isin(rows.type, doubtful)
     return rows.take(is_known) if doubtful and is_known.any() else rows

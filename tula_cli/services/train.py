@@ -62,7 +62,7 @@ from tula_cli.spec.signature import train_signature
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What training would do now."""
+    """The plan of a training, before anything is submitted."""
 
     task: TrainTask
     prediction: Prediction | None
@@ -292,7 +292,7 @@ class PreparedTraining:
 
     @property
     def by_script(self) -> before_training.TrainingStart:
-        """What a rehearsal of its script's resume needs to know."""
+        """The arguments of a resume test of its script."""
         plan = self.plan
         over = describe_cap_exceeded(self.run, self.spec) if self.spec.script is not None else ""
         return before_training.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.rehearse, over)

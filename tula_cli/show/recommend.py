@@ -1,4 +1,4 @@
-"""What `tula recommend` shows: the choice, all predictions, the front."""
+"""The output of `tula recommend`: the choice, all predictions, the front."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ MORE = "--all shows the others, and has results.csv hold them"
 
 
 def recommendation(
-    found: "Recommendation",
+    recommendation: "Recommendation",
     *,
     width: int,
     color: bool,
@@ -50,61 +50,63 @@ def recommendation(
     """
     from rich.text import Text
 
-    choice = found.choice
+    choice = recommendation.choice
     energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
-    costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}{energy}"
+    costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {recommendation.currency}{energy}"
     yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
-    yield from _start(found)
-    yield from _continuation(found)
-    yield from _other_market(found)
-    yield from _progress(found)
-    yield from _refreshes(found)
-    yield found.reason
+    yield from _start(recommendation)
+    yield from _continuation(recommendation)
+    yield from _other_market(recommendation)
+    yield from _progress(recommendation)
+    yield from _refreshes(recommendation)
+    yield recommendation.reason
     yield ""
-    yield from _explained(front(found) if pareto else predictions(found, every=every))
-    yield from () if every else _left_out(found, more, pareto=pareto)
+    yield from _explained(front(recommendation) if pareto else predictions(recommendation, every=every))
+    yield from () if every else _left_out(recommendation, more, pareto=pareto)
     yield ""
-    if found.objective == "accuracy-time":
-        yield from _explained(same_progress(found))
+    if recommendation.objective == "accuracy-time":
+        yield from _explained(same_progress(recommendation))
         yield ""
-    if found.lengths:
-        yield lengths(found)
-        yield from (f"length {one.length}: {one.note}" for one in found.lengths if one.note)
-        yield from [f"lengths: {found.growth}"] if found.growth else ()
+    if recommendation.lengths:
+        yield lengths(recommendation)
+        yield from (f"length {length.length}: {length.note}" for length in recommendation.lengths if length.note)
+        yield from [f"lengths: {recommendation.growth}"] if recommendation.growth else ()
         yield ""
-    marks = ["* chosen", *(["2, 3 ... runners-up"] if found.runners_up else [])]
-    better = _better(found.rows)
-    if pareto and not found.choice.pareto:
-        marks = [f"the choice ({found.objective}) is not among them: something is {better}", *marks[1:]]
+    marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
+    better = _better(recommendation.rows)
+    if pareto and not recommendation.choice.pareto:
+        marks = [f"the choice ({recommendation.objective}) is not among them: something is {better}", *marks[1:]]
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
-    yield from _rests_on(found)
-    yield from _fallback(found)
-    for plot in () if pareto else plots(drawn or found, width=width, color=color):
+    yield from _rests_on(recommendation)
+    yield from _fallback(recommendation)
+    for plot in () if pareto else plots(drawn or recommendation, width=width, color=color):
         yield ""
         yield Text.from_ansi(plot)
 
 
-def _rests_on(found: "Recommendation") -> Iterator[str]:
-    yield from (f"price: {line}" for line in found.price.splitlines())
-    kept = found.accuracy.words if found.accuracy is not None else ""
-    told = {
-        "accuracy": kept,
-        "same progress": found.efficiency,
-        "stages": found.ramp,
-        "checkpoints": found.interruption,
+def _rests_on(recommendation: "Recommendation") -> Iterator[str]:
+    yield from (f"price: {line}" for line in recommendation.price.splitlines())
+    accuracy = recommendation.accuracy.words if recommendation.accuracy is not None else ""
+    words_by_name = {
+        "accuracy": accuracy,
+        "same progress": recommendation.efficiency,
+        "stages": recommendation.ramp,
+        "checkpoints": recommendation.interruption,
     }
-    yield from (f"{name}: {words}" for name, words in told.items() if words)
+    yield from (f"{name}: {words}" for name, words in words_by_name.items() if words)
 
 
 EXPLAIN = "how the fit was made: --explain"
 
 
-def explanation(found: "Recommendation", regressions: Mapping[str, Sequence["RegressionSummary"]]) -> Iterator[str]:
+def explanation(
+    recommendation: "Recommendation", regressions: Mapping[str, Sequence["RegressionSummary"]]
+) -> Iterator[str]:
     """The fit in words, which trainings count in it, and the regressions behind it by type of node."""
     yield ""
-    yield from (f"fit: {line}" for line in found.fit.splitlines())
-    yield from learnt(found)
-    yield from (f"energy: {line}" for line in found.power.splitlines())
+    yield from (f"fit: {line}" for line in recommendation.fit.splitlines())
+    yield from learnt(recommendation)
+    yield from (f"energy: {line}" for line in recommendation.power.splitlines())
     for kind, summaries in regressions.items():
         for each in summaries:
             yield ""
@@ -129,9 +131,9 @@ def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["Render
         yield made
 
 
-def _start(found: "Recommendation") -> Iterator[str]:
+def _start(recommendation: "Recommendation") -> Iterator[str]:
     """The scheduler's own estimate of when a training of the choice would start."""
-    estimate = found.start_estimate
+    estimate = recommendation.start_estimate
     if estimate is None:
         return
     job = f"sbatch --test-only, {plural(estimate.nodes)}, {estimate.minutes} min"
@@ -144,27 +146,29 @@ def _start(found: "Recommendation") -> Iterator[str]:
     )
 
 
-def _continuation(found: "Recommendation") -> Iterator[str]:
+def _continuation(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the rest of the training under way takes there, and as it goes."""
-    rest = found.continuation
+    rest = recommendation.continuation
     if rest is None:
         return
     stands = f"training {rest.signature} at {rest.samples} samples, {percent(rest.left)} % left"
     here = "its configuration is no candidate"
     if rest.hours_as_it_is is not None and rest.cost_as_it_is is not None:
-        takes = f"{duration(3600 * rest.hours_as_it_is)}, {number(rest.cost_as_it_is)} {found.currency} to the end"
+        takes = (
+            f"{duration(3600 * rest.hours_as_it_is)}, {number(rest.cost_as_it_is)} {recommendation.currency} to the end"
+        )
         here = f"on {plural(rest.nodes)}, batch {rest.batch}, {takes}"
     if not rest.moves:
         yield f"{stands}: {here}; that is the choice, so it goes on as it is"
         return
-    there = f"{duration(3600 * rest.hours)}, {number(rest.cost)} {found.currency} with a new start"
+    there = f"{duration(3600 * rest.hours)}, {number(rest.cost)} {recommendation.currency} with a new start"
     gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
     yield f"{stands}: {here}; as chosen {there}{gain}" + ", better in neither: let it go on as it is" * rest.is_worse
 
 
-def _fallback(found: "Recommendation") -> Iterator[str]:
+def _fallback(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the choice would be trained with after an out-of-memory, and what that takes."""
-    fallback, choice = found.fallback, found.choice
+    fallback, choice = recommendation.fallback, recommendation.choice
     if fallback is None:
         return
     more = 100 * (fallback.step_time / choice.step_time - 1)
@@ -180,9 +184,9 @@ def _better(rows: Iterable["Prediction"]) -> str:
     return "both faster and cheaper"
 
 
-def only_shown(found: "Recommendation", known: "Recommendation | None") -> str:
+def only_shown(recommendation: "Recommendation", known: "Recommendation | None") -> str:
     """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
-    if found.continuation is not None:
+    if recommendation.continuation is not None:
         return (
             "only shown: the training goes on as it is; with --save, tula cancel and tula train have it go on as chosen"
         )
@@ -192,35 +196,36 @@ def only_shown(found: "Recommendation", known: "Recommendation | None") -> str:
     return f"only shown: tula train takes {kept}; --save makes it this one"
 
 
-def _progress(found: "Recommendation") -> Iterator[str]:
+def _progress(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the choice takes to the same progress, apart from what it takes for the epochs of the spec."""
-    row = found.choice.same_progress
+    row = recommendation.choice.same_progress
     if row is not None:
         yield (
             f"to the same progress: {number(row.epochs)} epochs, {duration(3600 * row.hours)}"
-            f"{interval_of_hours(row.hours_low, row.hours_high)}, {number(row.cost)} {found.currency}"
+            f"{interval_of_hours(row.hours_low, row.hours_high)}, {number(row.cost)} {recommendation.currency}"
         )
 
 
-def _refreshes(found: "Recommendation") -> Iterator[str]:
+def _refreshes(recommendation: "Recommendation") -> Iterator[str]:
     """Say what refreshing the scaling factors takes of the choice's time, where it is worth a word."""
-    share = found.choice.refresh_share
+    share = recommendation.choice.refresh_share
     if share is not None and share > 0.01:
         yield f"of that {100 * share:.2g} % for refreshing the scaling factors (ags.refresh says how often)"
 
 
-def same_progress(found: "Recommendation") -> "Table":
+def same_progress(recommendation: "Recommendation") -> "Table":
     """The best configuration of each batch on the way to the same progress, beside its time for the spec's epochs."""
     from tula_cli.models.choice.objective import envelope
 
-    rows, caveats = [(row, row.same_progress) for row in envelope(found.rows, curve="accuracy-time")], found.caveats
-    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
+    rows = [(row, row.same_progress) for row in envelope(recommendation.rows, curve="accuracy-time")]
+    caveats = recommendation.caveats
+    divisor, unit = time_unit(3600 * max(row.hours for row in recommendation.rows))
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
-               f"cost\n({found.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
+               f"cost\n({recommendation.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
     made = table(columns)
     for row, progress in rows:
         assert progress is not None
-        chosen = row == found.choice
+        chosen = row == recommendation.choice
         made.add_row(
             "*" if chosen else "",
             str(row.batch),
@@ -261,9 +266,9 @@ def _explained(made: "Table") -> "Iterator[RenderableType]":
 MARKETS = {"on_demand": "on demand", "spot": "on spot"}
 
 
-def _other_market(found: "Recommendation") -> Iterator[str]:
+def _other_market(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the choice takes on the market that it is not for, and how that compares."""
-    here, there = found.choice, found.other_market
+    here, there = recommendation.choice, recommendation.other_market
     if there is None:
         return
     cost, hours = there.cost / here.cost - 1 if here.cost else 0.0, there.hours / here.hours - 1
@@ -271,7 +276,7 @@ def _other_market(found: "Recommendation") -> Iterator[str]:
     expected = " expected" * (there.market == "spot")
     yield (
         f"the same {MARKETS[there.market]}: {duration(3600 * there.hours)}{expected}, {number(there.cost)}"
-        f" {found.currency} ({compared})"
+        f" {recommendation.currency} ({compared})"
     )
 
 
@@ -279,14 +284,14 @@ def _by(change: float, more: str, less: str) -> str:
     return f"{number(100 * abs(change), 2)} % {more if change > 0 else less}" if abs(change) >= 0.0005 else f"no {more}"
 
 
-def _shown(found: "Recommendation") -> list[dict[str, "Prediction"]]:
+def _shown(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:
     """Return what is worth a row: all where they are few, else the choice, runners-up, what nothing beats, what was measured."""
     from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED  # and numpy, which no look has time for
 
-    configs = _by_config(found.rows)
-    if len(configs) <= MAX_ROWS_LISTED and _of(found) <= MAX_ROWS_LISTED:
+    configs = _by_config(recommendation.rows)
+    if len(configs) <= MAX_ROWS_LISTED and _of(recommendation) <= MAX_ROWS_LISTED:
         return configs
-    marks = _marks(found)
+    marks = _marks(recommendation)
 
     def rank(offers: Mapping[str, "Prediction"]) -> int:
         row = next(iter(offers.values()))
@@ -298,9 +303,9 @@ def _shown(found: "Recommendation") -> list[dict[str, "Prediction"]]:
     return [configs[place] for place in sorted(place for _, place in best)]
 
 
-def _left_out(found: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
-    of_front = sum(row.pareto for row in found.rows), found.beaten_by_none or 0
-    shown, of = of_front if pareto else (len(_shown(found)), _of(found))
+def _left_out(recommendation: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
+    of_front = sum(row.pareto for row in recommendation.rows), recommendation.beaten_by_none or 0
+    shown, of = of_front if pareto else (len(_shown(recommendation)), _of(recommendation))
     what = "that nothing beats" if pareto else "configurations"
     yield from [f"{shown} of {of} {what}; {more}"] if shown < of else ()
 
@@ -310,24 +315,25 @@ def too_many(*, kept: bool) -> str:
     return f"results.csv holds them all{'' if kept else ' with --save'}, and --json tells them"
 
 
-def _of(found: "Recommendation") -> int:
+def _of(recommendation: "Recommendation") -> int:
     """Return how many configurations there are in all."""
-    return len(_by_config(found.rows)) if found.candidates is None else found.candidates
+    return len(_by_config(recommendation.rows)) if recommendation.candidates is None else recommendation.candidates
 
 
-def predictions(found: "Recommendation", *, every: bool = False) -> "Table":
+def predictions(recommendation: "Recommendation", *, every: bool = False) -> "Table":
     """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
-    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
-    byte, memory = size_unit(max((row.peak_memory or 0 for row in found.rows), default=None))
-    marks, caveats = _marks(found), found.caveats
-    typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
-    kinds, energy = ["type"] if typed else [], _energy_heading(found.rows)
-    spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({found.currency})", "cheaper"] if on_spot else []
+    divisor, unit = time_unit(3600 * max(row.hours for row in recommendation.rows))
+    byte, memory = size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
+    marks, caveats = _marks(recommendation), recommendation.caveats
+    typed = any(row.type for row in recommendation.rows)
+    on_spot = any(row.market == "spot" for row in recommendation.rows)
+    kinds, energy = ["type"] if typed else [], _energy_heading(recommendation.rows)
+    spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({recommendation.currency})", "cheaper"] if on_spot else []
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
-               f"cost\n({found.currency})", *energy, *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
+               f"cost\n({recommendation.currency})", *energy, *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
     words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
     made = table(columns, left=words)
-    for offers in _by_config(found.rows) if every else _shown(found):
+    for offers in _by_config(recommendation.rows) if every else _shown(recommendation):
         row = next(iter(offers.values()))
         mark = marks.get(key(row), "")
         made.add_row(
@@ -347,49 +353,51 @@ def predictions(found: "Recommendation", *, every: bool = False) -> "Table":
     return made
 
 
-def lengths(found: "Recommendation") -> "Table":
+def lengths(recommendation: "Recommendation") -> "Table":
     """One row a length of text: the largest batch that memory holds, and the batch of most tokens a second."""
-    fastest = [row for one in found.lengths if (row := one.fastest) is not None]
+    fastest = [row for length in recommendation.lengths if (row := length.fastest) is not None]
     divisor, unit = time_unit(3600 * max((row.hours for row in fastest), default=0.0))
     byte, memory = size_unit(max((row.peak_memory or 0 for row in fastest), default=None))
-    padded = any(one.padding > 0 for one in found.lengths)
-    nodes = plural(found.lengths[0].nodes)
+    padded = any(length.padding > 0 for length in recommendation.lengths)
+    nodes = plural(recommendation.lengths[0].nodes)
     columns = [f"length\non {nodes}", "largest\nbatch in\nmemory", "most\ntokens/s", *(["padding\n(%)"] if padded else []),
-               "at\nbatch", "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)", f"time\n({unit})", f"cost\n({found.currency})",
+               "at\nbatch", "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)", f"time\n({unit})", f"cost\n({recommendation.currency})",
                "basis"]  # fmt: skip
     made = table(columns, left=(len(columns) - 1,))
-    for one in found.lengths:
-        row = one.fastest
+    for length in recommendation.lengths:
+        row = length.fastest
         cells = ["-"] * 6 + ["nothing measured"]
         if row is not None:
             cells = [
                 str(row.batch), number(1000 * row.step_time), size(row.peak_memory, byte), percent(row.headroom),
                 number(3600 * row.hours / divisor), number(row.cost), _basis(row),
             ]  # fmt: skip
-        rate = "-" if row is None else number(one.tokens_per_second(row))
-        largest = "-" if one.largest_batch is None else str(one.largest_batch)
+        rate = "-" if row is None else number(length.tokens_per_second(row))
+        largest = "-" if length.largest_batch is None else str(length.largest_batch)
         made.add_row(
-            f"{one.length}{' (own)' if one.own else ''}",
+            f"{length.length}{' (own)' if length.own else ''}",
             largest,
             rate,
-            *([percent(one.padding)] if padded else []),
+            *([percent(length.padding)] if padded else []),
             *cells,
         )
     return made
 
 
-def front(found: "Recommendation") -> "Table":
+def front(recommendation: "Recommendation") -> "Table":
     """One row a configuration that nothing else beats in time, cost and, where it is known, energy; fastest first."""
-    rows = [row for row in found.rows if row.pareto]
+    rows = [row for row in recommendation.rows if row.pareto]
     divisor, unit = time_unit(3600 * max(row.hours for row in rows))
-    typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
-    kinds, energy = [*(["type"] if typed else []), *(["market"] if on_spot else [])], _energy_heading(found.rows)
+    typed = any(row.type for row in recommendation.rows)
+    on_spot = any(row.market == "spot" for row in recommendation.rows)
+    kinds = [*(["type"] if typed else []), *(["market"] if on_spot else [])]
+    energy = _energy_heading(recommendation.rows)
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
-               f"cost\n({found.currency})", *energy, "basis"]  # fmt: skip
+               f"cost\n({recommendation.currency})", *energy, "basis"]  # fmt: skip
     made = table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
-    caveats = found.caveats
-    runners_up = {offer(row): str(rank) for rank, row in enumerate(found.runners_up, 2)}
-    marks = {offer(found.choice): "*", **runners_up}
+    caveats = recommendation.caveats
+    runners_up = {offer(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
+    marks = {offer(recommendation.choice): "*", **runners_up}
     for row in rows:
         mark = marks.get(offer(row), "")
         made.add_row(
@@ -413,17 +421,17 @@ def _basis(row: "Prediction") -> str:
     return "measured" if row.measured else "extrapolated" if row.further else "predicted"
 
 
-def _marks(found: "Recommendation") -> dict[tuple[str, int, int], str]:
-    runners_up = {key(row): str(rank) for rank, row in reversed([*enumerate(found.runners_up, 2)])}
-    return {**runners_up, key(found.choice): "*"}
+def _marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:
+    runners_up = {key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])}
+    return {**runners_up, key(recommendation.choice): "*"}
 
 
 def _by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
     """Return what each configuration takes by market, in the order of the rows."""
-    found: dict[tuple[str, int, int], dict[str, Prediction]] = {}
+    offers_by_configuration: dict[tuple[str, int, int], dict[str, Prediction]] = {}
     for row in rows:
-        found.setdefault(key(row), {})[row.market] = row
-    return list(found.values())
+        offers_by_configuration.setdefault(key(row), {})[row.market] = row
+    return list(offers_by_configuration.values())
 
 
 def _energy_heading(rows: Iterable["Prediction"]) -> list[str]:

@@ -120,25 +120,25 @@ def at_most(hours: float | None, node_hours: float, price: float | None, currenc
 
 
 def by_type(
-    found: Mapping[str | None, T], parts: Callable[[T], Iterator["RenderableType"]]
+    parts_by_name: Mapping[str | None, T], describe: Callable[[T], Iterator["RenderableType"]]
 ) -> Iterator["RenderableType"]:
     """The answer for each part of a job, under a heading where there are several: types of node, lengths of text."""
-    for index, (name, one) in enumerate(found.items()):
+    for index, (name, part) in enumerate(parts_by_name.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
             yield styled(part_words(name), "bold")
-        yield from parts(one)
+        yield from describe(part)
 
 
-def data_by_type(found: Mapping[str | None, T], **whole: Any) -> Any:
+def data_by_type(parts_by_name: Mapping[str | None, T], **whole: Any) -> Any:
     """Return the same for the envelope: what is known of a job without types, or of each part and the `whole` job.
 
     What is known at other lengths of text stands beside that of the job's own, under `lengths`.
     """
-    if None not in found:
-        return {"types": dict(found), **whole}
-    lengths = {name: one for name, one in found.items() if name is not None}
-    return {**vars(found[None]), "lengths": lengths} if lengths else found[None]
+    if None not in parts_by_name:
+        return {"types": dict(parts_by_name), **whole}
+    lengths = {name: part for name, part in parts_by_name.items() if name is not None}
+    return {**vars(parts_by_name[None]), "lengths": lengths} if lengths else parts_by_name[None]
 
 
 def place_of(row: "Prediction") -> str:
@@ -151,18 +151,20 @@ def or_dash(value: float | None) -> str:
     return "-" if value is None else number(value, 4)
 
 
-def learnt(found: "Recommendation") -> Iterator[str]:
-    """Say what trainings have told of the steps at their configurations."""
-    for (nodes, batch), own in itertools.groupby(found.trainings, key=lambda one: (one.nodes, one.batch)):
-        seen = list(own)
-        who = f"training{'s' * (len(seen) > 1)} {', '.join(one.signature for one in seen)}"
-        took = f"{', '.join(number(1000 * one.step_time) for one in seen)} ms a step"
-        probe = seen[0].probed
-        beside = "" if probe is None else f" (its probe {number(1000 * probe)}, which counts too)"
-        changed = ", less where the pace has changed" * any(one.changed for one in seen)
-        noise = ", ".join(percent(one.noise) for one in seen)
+def learnt(recommendation: "Recommendation") -> Iterator[str]:
+    """Say what trainings measured at their configurations, and which trainings are left out."""
+    for (nodes, batch), steps_here in itertools.groupby(
+        recommendation.trainings, key=lambda steps: (steps.nodes, steps.batch)
+    ):
+        trainings = list(steps_here)
+        who = f"training{'s' * (len(trainings) > 1)} {', '.join(steps.signature for steps in trainings)}"
+        took = f"{', '.join(number(1000 * steps.step_time) for steps in trainings)} ms a step"
+        probe = trainings[0].probed
+        probe_in_words = "" if probe is None else f" (its probe {number(1000 * probe)}, which counts too)"
+        changed = ", less where the pace has changed" * any(steps.changed for steps in trainings)
+        noise = ", ".join(percent(steps.noise) for steps in trainings)
         yield (
-            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{beside}, up to {moment(seen[-1].until)}; counts as known"
+            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{probe_in_words}, up to {moment(trainings[-1].until)}; counts as known"
             f" to {noise} %{changed}"
         )
-    yield from (f"left out of the fit: {why}" for why in found.trainings_left_out)
+    yield from (f"left out of the fit: {why}" for why in recommendation.trainings_left_out)

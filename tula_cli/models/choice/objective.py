@@ -19,7 +19,7 @@ from tula_cli.words import plural
 Curve = Literal["time", "cost"]
 Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Quantity = Literal["time", "cost", "accuracy-time", "energy"]
-"""What the least is taken of."""
+"""A quantity to minimise."""
 
 FALLBACK = 0.1  # without a knee: the smallest batch within this share of the best value
 NEARLY = 0.05  # a knee this near may come out instead: the ratio of two step times that vary by 2 % stays within it
@@ -69,8 +69,8 @@ def envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity = "t
 def best_of_each_batch(rows: Offers, curve: Quantity) -> Ints:
     """Return the indices of the envelope, ascending by batch."""
     order = _order(rows, curve)
-    found: Ints = order[np.unique(rows.batch[order], return_index=True)[1]]
-    return found
+    indices: Ints = order[np.unique(rows.batch[order], return_index=True)[1]]
+    return indices
 
 
 def best_few(rows: Offers, curve: Quantity, *, most: int) -> Ints:
@@ -97,9 +97,9 @@ def knees_left_open(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, cur
         return ""
     line = line.take(best_few(line, curve, most=_MOST_DRAWN))
     drawn = steps.draws(line.nodes, np.full(len(line), gpus_per_node), line.local_batch)
-    found = shares(line.batch, drawn + np.log(_value(line, curve)) - np.log(line.step_time))
-    told = ", ".join(f"{batch} in {share:.0%}" for batch, share in found.items() if share >= _RARE)
-    return f"; of the curves that the probes leave open the knee is {told}" if told else ""
+    share_by_batch = shares(line.batch, drawn + np.log(_value(line, curve)) - np.log(line.step_time))
+    shares_in_words = ", ".join(f"{batch} in {share:.0%}" for batch, share in share_by_batch.items() if share >= _RARE)
+    return f"; of the curves that the probes leave open the knee is {shares_in_words}" if shares_in_words else ""
 
 
 def _order(rows: Offers, curve: Quantity) -> Ints:
@@ -121,8 +121,8 @@ def _cautious(rows: Offers, curve: Quantity) -> Floats:
     low, _, high = _interval(rows, curve)
     known = (low > 0) & (high > 0)  # not where they are nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
-    found: Floats = _value(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
-    return found
+    cautious: Floats = _value(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
+    return cautious
 
 
 def _interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:

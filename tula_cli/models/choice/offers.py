@@ -23,7 +23,7 @@ _OPTIONAL = (
 
 @dataclass(frozen=True)
 class ProgressColumns:
-    """What configurations take to the same progress, as `SameProgress` has it; each of shape (n,)."""
+    """`SameProgress` of many configurations, each field of shape (n,)."""
 
     epochs: Floats
     epochs_low: Floats
@@ -38,7 +38,7 @@ class ProgressColumns:
 
 @dataclass(frozen=True)
 class PartsColumns:
-    """Where the time goes, as `TimeParts` has it; each of shape (n,)."""
+    """`TimeParts` of many configurations, each field of shape (n,)."""
 
     steps: Floats
     data: Floats  # nan where no probe tells
@@ -87,17 +87,17 @@ class Offers:
     @classmethod
     def of(cls, rows: Iterable[Prediction]) -> "Offers":
         """Return records as columns; what only some of them tell beside their own fields is left out."""
-        given = list(rows)
-        own: dict[str, Any] = {
-            field.name: np.array([getattr(row, field.name) for row in given], dtype=_dtype(field.name))
+        records = list(rows)
+        columns_by_name: dict[str, Any] = {
+            field.name: np.array([getattr(row, field.name) for row in records], dtype=_dtype(field.name))
             for field in fields(cls)
             if field.name not in ("stages", *_NESTED)
         }
         return cls(
-            **own,
-            stages=objects([row.stages or None for row in given]),
-            parts=_nested(PartsColumns, [row.parts for row in given]),
-            same_progress=_nested(ProgressColumns, [row.same_progress for row in given]),
+            **columns_by_name,
+            stages=objects([row.stages or None for row in records]),
+            parts=_nested(PartsColumns, [row.parts for row in records]),
+            same_progress=_nested(ProgressColumns, [row.same_progress for row in records]),
         )
 
     @classmethod
@@ -121,9 +121,9 @@ class Offers:
         kinds = np.unique(self.type, return_inverse=True)[1]
         order = np.lexsort((self.batch, self.nodes, kinds))
         keys = np.stack([kinds, self.nodes, self.batch])[:, order]
-        found = np.zeros(len(self), dtype=np.int64)
-        found[order[1:]] = np.cumsum((keys[:, 1:] != keys[:, :-1]).any(axis=0))
-        return found
+        numbers = np.zeros(len(self), dtype=np.int64)
+        numbers[order[1:]] = np.cumsum((keys[:, 1:] != keys[:, :-1]).any(axis=0))
+        return numbers
 
     def record(self, index: int) -> Prediction:
         """Return one row as a record."""
@@ -131,16 +131,19 @@ class Offers:
 
     def records(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
-        own = {
+        values_by_name = {
             field.name: _values(field.name, getattr(self, field.name))
             for field in fields(self)
             if field.name not in _NESTED
         }
         if self.parts is not None:
-            own["parts"] = [TimeParts(**row) for row in _rows(self.parts, optional=("data",))]
+            values_by_name["parts"] = [TimeParts(**row) for row in _rows(self.parts, optional=("data",))]
         if self.same_progress is not None:
-            own["same_progress"] = [SameProgress(**row) for row in _rows(self.same_progress)]
-        return tuple(Prediction(**dict(zip(own, row, strict=True))) for row in zip(*own.values(), strict=True))
+            values_by_name["same_progress"] = [SameProgress(**row) for row in _rows(self.same_progress)]
+        return tuple(
+            Prediction(**dict(zip(values_by_name, row, strict=True)))
+            for row in zip(*values_by_name.values(), strict=True)
+        )
 
 
 Table = TypeVar("Table")
@@ -160,10 +163,10 @@ def _each(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
 
 def objects(values: Sequence[object]) -> NDArray[np.object_]:
     """Return a column of any values, tuples among them, which numpy would take apart."""
-    found = np.empty(len(values), dtype=object)
+    column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
-        found[index] = value
-    return found
+        column[index] = value
+    return column
 
 
 def _dtype(name: str) -> type:
@@ -183,12 +186,12 @@ def _nested(kind: Any, rows: Sequence[Any]) -> Any:
 
 def _values(name: str, column: NDArray[Any]) -> list[Any]:
     """Return a column as the values of records."""
-    found = column.tolist()
+    values = column.tolist()
     if name == "stages":
-        return [value or () for value in found]
+        return [value or () for value in values]
     if name in _OPTIONAL:
-        found = [None if value != value else value for value in found]
-    return [value if value is None else int(value) for value in found] if name in _WHOLE else found
+        values = [None if value != value else value for value in values]
+    return [value if value is None else int(value) for value in values] if name in _WHOLE else values
 
 
 def _rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a training takes at each of many configurations on either market, from their step times: hours, cost, memory, energy."""
+"""Hours, cost, memory and energy of trainings at many configurations on either market, from their step times."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What probes and trainings of a run have told of a training beside the time of its steps."""
+    """The models and measurements of a run, without the model of its step time."""
 
     spec: JobSpec
     memory: MemoryModel
@@ -62,16 +62,22 @@ class Trainings:
     """The models of a training around its steps."""
 
     known: Known
-    beside: OverheadModel
+    overheads_model: OverheadModel
     stages: StageTimes  # of a batch that grows
 
     def probes_at(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
         """Return the probes of those configurations that were probed, by their index."""
-        found = found_at(self.known.probes, nodes, local_batch)
-        return {index: self.known.probes[place] for index, place in found.items()}
+        places_by_index = found_at(self.known.probes, nodes, local_batch)
+        return {index: self.known.probes[place] for index, place in places_by_index.items()}
 
     def on_demand(
-        self, nodes: Ints, batch: Ints, steps: Steps, probes: Mapping[int, Measured], *, held: Ints | None = None
+        self,
+        nodes: Ints,
+        batch: Ints,
+        steps: Steps,
+        probes: Mapping[int, Measured],
+        *,
+        memory_batches: Ints | None = None,
     ) -> Offers:
         """Return what a training takes on nodes that nobody takes away.
 
@@ -79,16 +85,16 @@ class Trainings:
             nodes, batch: of the configurations, shape (n,).
             steps: of the same.
             probes: of those that were measured, by index.
-            held: the local batches whose memory is taken, where those are others.
+            memory_batches: the local batches whose memory is taken, where those are others.
         """
         gpus = self.known.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
-        time, startup = self.time(nodes, batch), self.beside.startup_spread / 3600
+        time, startup = self.time(nodes, batch), self.overheads_model.startup_spread / 3600
         hours, nothing = time.hours(steps.seconds), np.full(len(nodes), np.nan)
         paid = hours - self.stages.unused_node_hours(nodes, batch) / nodes
-        reserved, headroom = self._memory(nodes, local_batch if held is None else held, probes)
+        reserved, headroom = self._memory(nodes, local_batch if memory_batches is None else memory_batches, probes)
         measured = ~np.isnan(steps.fitted)
-        found = Offers(
+        offers = Offers(
             nodes=nodes,
             batch=batch,
             local_batch=local_batch,
@@ -117,7 +123,7 @@ class Trainings:
             stages=self.stages.stages_column(nodes, batch),
             parts=None if self.known.spec.script else _parts(time, steps.seconds, probes),
         )
-        return found if self.known.power is None else self._with_energy(found, probes, self.known.power)
+        return offers if self.known.power is None else self._with_energy(offers, probes, self.known.power)
 
     def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return what a GPU reserves (bytes), as it was measured where it was, and the share of its memory that stays free."""
@@ -130,28 +136,28 @@ class Trainings:
 
     def _trained_at(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
         """Return the newest training that has measured each configuration; empty where none has."""
-        found = np.full(len(nodes), "", dtype=object)
+        signatures = np.full(len(nodes), "", dtype=object)
         for index, place in found_at(self.known.trained, nodes, local_batch).items():
-            found[index] = self.known.trained[place][-1].signature if measured[index] else ""
-        return found.astype(np.str_)
+            signatures[index] = self.known.trained[place][-1].signature if measured[index] else ""
+        return signatures.astype(np.str_)
 
-    def _with_energy(self, found: Offers, probes: Mapping[int, Measured], model: PowerModel) -> Offers:
+    def _with_energy(self, offers: Offers, probes: Mapping[int, Measured], model: PowerModel) -> Offers:
         """Return forecasts with the energy of their steps; the rest of the training is taken to draw what they do."""
-        drawn = model.predict(found.step_time, found.local_batch)
+        drawn = model.predict(offers.step_time, offers.local_batch)
         for index, probe in probes.items():
             if probe.energy is not None:
-                told = model.measured(probe)
-                drawn.watts[index] = told.watts
+                measured_power = model.measured(probe)
+                drawn.watts[index] = measured_power.watts
                 if drawn.error is not None:
-                    drawn.error[index] = told.error
-        kilowatts = drawn.watts * found.nodes * self.known.spec.cluster.gpus_per_node / 1000
-        kwh = kilowatts * found.node_hours / found.nodes
+                    drawn.error[index] = measured_power.error
+        kilowatts = drawn.watts * offers.nodes * self.known.spec.cluster.gpus_per_node / 1000
+        kwh = kilowatts * offers.node_hours / offers.nodes
         return replace(
-            found,
-            energy=1000 * kilowatts * found.step_time,
+            offers,
+            energy=1000 * kilowatts * offers.step_time,
             kwh=kwh,
-            kwh_low=power.interval_end(kwh, drawn, found.hours_low, found.hours, sign=-1),
-            kwh_high=power.interval_end(kwh, drawn, found.hours_high, found.hours, sign=1),
+            kwh_low=power.interval_end(kwh, drawn, offers.hours_low, offers.hours, sign=-1),
+            kwh_high=power.interval_end(kwh, drawn, offers.hours_high, offers.hours, sign=1),
         )
 
     def on_spot(self, here: Offers) -> Offers:
@@ -178,7 +184,7 @@ class Trainings:
             market="spot",
         )
         parts, share = here.parts, running / here.hours
-        found = replace(
+        offers = replace(
             here,
             hours=hours,
             hours_low=_finite(low),
@@ -191,7 +197,7 @@ class Trainings:
             kwh_high=here.kwh_high * share,
             parts=parts and replace(parts, rest=parts.rest + 3600 * (hours - here.hours)),
         )
-        return found.take(np.isfinite(hours))
+        return offers.take(np.isfinite(hours))
 
     def _training(self, nodes: Ints, batch: Ints, spot: Spot) -> Callable[[Floats], Floats]:
         """Return what gives the expected hours of the whole training on spot nodes from the step times."""
@@ -201,7 +207,7 @@ class Trainings:
     def time(self, nodes: Ints, batch: Ints, *, spot: Spot | None = None) -> cost.TrainingTime:
         """Return what gives the hours of trainings from their step times; on spot nodes the expected ones."""
         gpus, every = self.known.spec.cluster.gpus_per_node, self.known.spec.train.checkpoint_every
-        overheads = self.beside.overheads_at(nodes, batch // (nodes * gpus), batch)
+        overheads = self.overheads_model.overheads_at(nodes, batch // (nodes * gpus), batch)
         work = cost.count_work(
             self.known.spec,
             batch=batch,
@@ -232,8 +238,8 @@ def _parts(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Meas
     waits = np.full(len(step_time), np.nan)
     for index, probe in probes.items():
         waits[index] = np.nan if probe.data_wait is None else probe.data_wait
-    found = time.parts(step_time, data_wait=waits)
-    return PartsColumns(**{name: seconds + np.zeros(len(step_time)) for name, seconds in found.items()})
+    seconds_by_part = time.parts(step_time, data_wait=waits)
+    return PartsColumns(**{name: seconds + np.zeros(len(step_time)) for name, seconds in seconds_by_part.items()})
 
 
 def _finite(hours: Floats) -> Floats:

@@ -65,7 +65,7 @@ class FeaturePoints:
 
 @dataclass(frozen=True)
 class ReferenceFrame:
-    """What parameters are counted from, and the places of the residuals."""
+    """The reference point that parameters are relative to, and the places of the residuals."""
 
     log_scale: float  # ln seconds a sample
     log_batch: float  # of the smallest batch
@@ -131,7 +131,7 @@ class ModelValues:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step consists of at some points, shape (n,)."""
+    """The parts of a step at some points, each of shape (n,)."""
 
     log_compute: Floats
     log_across: Floats  # synchronisation between nodes; -inf where there is none

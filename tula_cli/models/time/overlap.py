@@ -51,7 +51,7 @@ _LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps a
 
 @dataclass(frozen=True)
 class Posterior:
-    """What is believed after the probes, as far as a prior for other jobs can be made of it."""
+    """The posterior after the probes, as far as a prior for other jobs can be made of it."""
 
     means: Floats  # of the parameters, in the order of Priors.parameters
     variances: Floats
@@ -179,7 +179,7 @@ def fit_overlap(
         spread_as = data.spread_as(evaluate(z, data.at), noise)
         starts = _starting_points(z, data) if attempt == 0 else [z]
         fitted = min(
-            (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda found: found.improbability
+            (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
         )
         z = fitted.z
         if attempt < _ROUNDS - 1:
@@ -205,7 +205,7 @@ class _Spread:
 
 @dataclass(frozen=True)
 class _Data:
-    """What was measured: ln of seconds, and the share by which each job's own steps spread."""
+    """The measurements: ln of seconds, and the relative spread of the steps within each job."""
 
     at: FeaturePoints
     log_step: Floats

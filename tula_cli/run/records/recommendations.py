@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SameProgress(Record):
-    """What a configuration takes to the progress that the spec's epochs make at its reference batch.
+    """Epochs, hours and cost of a configuration to the progress that the spec's epochs make at its reference batch.
 
     `low` and `high` are the range that the growth of the gradient noise and the 90 % interval of the step time leave.
     """
@@ -45,7 +45,7 @@ class TimeParts(Record):
 
 
 class Stage(Record):
-    """Where a training whose batch grows (`train.ramp`) comes to a batch."""
+    """One stage of a batch-size ramp (`train.ramp`): the batch used from `begin` samples onwards."""
 
     begin: int  # samples passed
     batch: int  # global
@@ -57,7 +57,7 @@ class Stage(Record):
 
 
 class StageSteps(Record):
-    """What is predicted for the steps of one stage of a training whose batch grows (`train.ramp`)."""
+    """The predicted steps of one stage of a batch-size ramp (`train.ramp`)."""
 
     batch: int
     steps: int  # of the whole training
@@ -198,7 +198,7 @@ def _configuration(row: Prediction) -> tuple[str, int, int, str]:
 
 
 class TrainedSteps(Record):
-    """What the steps of a training took at one configuration: an observation beside those of the probes. Seconds."""
+    """Measured step times of a training at one configuration, an observation in addition to the probes. Seconds."""
 
     signature: str
     nodes: int
@@ -222,7 +222,7 @@ class TrainedSteps(Record):
 
 
 class Fallback(Record):
-    """What a training goes on with after its first out-of-memory."""
+    """The configuration that a training continues with after its first out-of-memory error."""
 
     batch: int
     micro_batch: int  # samples that a GPU takes at a time
@@ -233,7 +233,7 @@ class Fallback(Record):
 
 
 class SequenceLength(Record):
-    """What a job takes at one length of text (search.sequence), on the fewest nodes."""
+    """Predictions for a job at one length of text (search.sequence), on the fewest nodes."""
 
     length: int
     own: bool  # the job's, at which the choice is made
@@ -267,7 +267,7 @@ class StartEstimate(Record):
 
 
 class Continuation(Record):
-    """What the rest of a training takes at the recommended configuration, and at its own."""
+    """Time and cost of the rest of a training at the recommended configuration, and at its current one."""
 
     signature: str  # of the training
     attempt: int  # that it was at
@@ -290,7 +290,7 @@ class Continuation(Record):
 
 
 class Beside(Record):
-    """What a training takes whose batch grows, or would without that: hours, cost in the pricing's currency, node-hours."""
+    """Hours, cost (in the pricing's currency) and node-hours of a training with a batch-size ramp, or of an alternative without it."""
 
     what: str
     nodes: int  # at its end
@@ -302,7 +302,7 @@ class Beside(Record):
 
 
 class Accuracy(Record):
-    """What trainings of the same job (`tula compare`) tell of the accuracy of its method at a batch, beside the small batch."""
+    """Accuracy of the job's method at a batch compared with the small batch, from trainings of `tula compare`."""
 
     outcome: Literal["keeps", "may lose"]
     batch: int  # that was trained: the choice's, or the next larger one
@@ -385,5 +385,5 @@ class Recommendation(Record):
 
     @property
     def criteria(self) -> str:
-        """What this answers, in the words of the command line; the same words are the same question."""
+        """The question that this answers, in the words of the command line; equal words are the same question."""
         return ", ".join([self.objective, *self.options, *(f"--set {override}" for override in self.overrides)])

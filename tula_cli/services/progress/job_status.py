@@ -138,7 +138,7 @@ Results = dict[str, Measured | OutOfMemory | Failed]
 
 @dataclass(frozen=True)
 class _Progress:
-    """What a job has to do and what of it there is."""
+    """The tasks of a job, and the results there are."""
 
     total: int
     done: int

@@ -1,4 +1,4 @@
-"""What the first fallback of a choice costs, should its training run out of memory."""
+"""The cost of the first out-of-memory fallback of a choice."""
 
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config

@@ -1,4 +1,4 @@
-"""What stands beside a choice whose batch grows: the same with its nodes throughout, its batch fixed, and the reference batch."""
+"""Alternatives to a choice with a batch-size ramp: its nodes throughout, its batch fixed, and the reference batch."""
 
 from collections.abc import Mapping
 from dataclasses import replace

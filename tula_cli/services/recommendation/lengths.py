@@ -1,4 +1,4 @@
-"""What a job takes at each length of text that was measured (search.sequence): what fits, and tokens a second.
+"""Predictions for a job at each length of text that was measured (search.sequence): which batches fit, and tokens per second.
 
 A length changes what is learned, so none is chosen here: the choice is among configurations at the job's own length.
 """

@@ -17,7 +17,7 @@ from tula_cli.words import duration, plural
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows. None means no bound.
+    """Bounds that the user sets on a recommendation. None means no bound.
 
     Raises:
         SpecError: a number of nodes or a batch below 1.
@@ -79,7 +79,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Criteria:
-    """What is chosen by, and among what.
+    """The question of a recommendation: the objective, and the configurations to choose among.
 
     Raises:
         SpecError: an objective or a curve that there is not.

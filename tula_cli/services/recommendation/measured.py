@@ -1,4 +1,4 @@
-"""What a recommendation rests on: the probes, what is unknown yet, and how far they can be trusted."""
+"""The basis of a recommendation: the probes, what they leave unknown, and how far they can be trusted."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ from tula_cli.spec.scripts.section import samples
 
 @dataclass(frozen=True)
 class TypeMeasurements:
-    """What the probes of one type of node tell."""
+    """The probes of one type of node, and the models fitted to them."""
 
     part: Part
     results: Results
@@ -109,12 +109,12 @@ def gather_measurements(
     """
     all_measurements, errors = [], []
     all_results = [result for results in results_of.values() for result in results]
-    noise, tell = noise_path([part.run for part in parts], parts[0].spec, all_results), CachedTrainings()
+    noise, trainings = noise_path([part.run for part in parts], parts[0].spec, all_results), CachedTrainings()
     for part in parts:
         try:
             results, pending_here = results_of[part.type], pending.get(part.type, 0)
-            observations = TrainingObservations() if at_a_pace else tell(part)
-            sizes = NO_OTHER_SIZES if at_a_pace else measurements_of_other_sizes(part, tell)
+            observations = TrainingObservations() if at_a_pace else trainings(part)
+            sizes = NO_OTHER_SIZES if at_a_pace else measurements_of_other_sizes(part, trainings)
             forecast = _fit_forecast(part, results, observations.found, others=sizes, noise=noise, pending=pending_here)
             measurements = _type_measurements(part, results, forecast, limits, observations, pending=pending_here)
             all_measurements.append(replace(measurements, others=sizes))

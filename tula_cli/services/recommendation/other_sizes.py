@@ -13,7 +13,7 @@ from tula_cli.services.recommendation.by_trainings import observations_from_trai
 
 
 class CachedTrainings:
-    """What the trainings of parts tell, each part read once."""
+    """Observations from the trainings of parts; each part is read once."""
 
     def __init__(self) -> None:
         self._known: dict[Path, TrainingObservations] = {}
@@ -24,9 +24,9 @@ class CachedTrainings:
         return self._known[part.run.path]
 
 
-def measurements_of_other_sizes(part: Part, tell: CachedTrainings) -> OtherSizes:
-    """Return what was measured on the nodes of a part with other numbers of their GPUs."""
+def measurements_of_other_sizes(part: Part, trainings: CachedTrainings) -> OtherSizes:
+    """Return the measurements on the nodes of a part with other numbers of their GPUs."""
     probes = [
         result for other_part in part.sizes for result in other_part.run.results() if isinstance(result, Measured)
     ]
-    return OtherSizes(tuple(probes), tuple(steps for other_part in part.sizes for steps in tell(other_part).found))
+    return OtherSizes(tuple(probes), tuple(steps for other_part in part.sizes for steps in trainings(other_part).found))

@@ -1,4 +1,4 @@
-"""What a report is made of: one look at a run, the models fitted once, and what was chosen."""
+"""The data of a report: a run read once, its models fitted once, and the choice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ MIN_RELATIVE_CHANGE = 0.005
 
 @dataclass(frozen=True)
 class PartMaterial:
-    """What there is of one part of a run: a type of node, or another length of text."""
+    """The records and status of one part of a run: a type of node, or another length of text."""
 
     part: Part
     look: Snapshot
@@ -78,7 +78,7 @@ class Material:
 
     @cached_property
     def choice(self) -> Prediction | None:
-        """What was chosen, as it is forecast now."""
+        """The choice, with its current prediction."""
         if self.kept is None:
             return None if self.answer is None else self.answer.recommendation.choice
         return self._current_prediction(self.kept.choice) or self.kept.choice
@@ -110,7 +110,7 @@ class Material:
 
     @property
     def changed_choice(self) -> Prediction | None:
-        """What the same question would be answered with now, where that is another configuration than the kept one."""
+        """The choice that the same question has now, if it is another configuration than the stored one."""
         if self.kept is None or self.answer is None or self.has_other_question:
             return None
         current_choice = self.answer.recommendation.choice

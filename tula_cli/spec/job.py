@@ -249,8 +249,8 @@ class JobSpec(Section):
         if problems:
             raise ValidationError.from_exception_data("JobSpec", problems)
         if len(set(currencies.values())) > 1:
-            found = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
-            raise ValueError(f"node_types must be priced in one currency to be compared, got {found}")
+            priced = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
+            raise ValueError(f"node_types must be priced in one currency to be compared, got {priced}")
         if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
             raise ValueError(f"node_types and search.gpus_per_node come to the same name more than once: {names}")
         return self
@@ -269,7 +269,7 @@ class JobSpec(Section):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """What is measured for itself: types of node, each with each number of its GPUs that is searched; () for the job itself."""
+        """The names of what is measured separately: types of node, each with each number of its GPUs that is searched; () for the job itself."""
         return tuple(self._kinds)
 
     @property
@@ -278,8 +278,8 @@ class JobSpec(Section):
         return {name: kind for each in self.node_types or (None,) for name, kind in self._named(each).items()}
 
     def _named(self, node_type: str | None) -> dict[str, tuple[str | None, int | None]]:
-        own = {} if node_type is None else self.node_types[node_type].search
-        counts = own.get("gpus_per_node", self.search.gpus_per_node)
+        search = {} if node_type is None else self.node_types[node_type].search
+        counts = search.get("gpus_per_node", self.search.gpus_per_node)
         if not counts:
             return {} if node_type is None else {node_type: (node_type, None)}
         return {"-".join(filter(None, (node_type, f"gpus-{count}"))): (node_type, count) for count in counts}
@@ -361,8 +361,8 @@ class JobSpec(Section):
         if sequence is None:
             return None
         section, _, key = sequence.lengths_map_to[0].split(".")
-        found = (self.dataset.args if section == "dataset" else self.model.args).get(key)
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+        length = (self.dataset.args if section == "dataset" else self.model.args).get(key)
+        return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
 
     def by_length(self) -> dict[int, "JobSpec"]:
         """Return the job at each other length of search.sequence, ascending, as it is measured there.

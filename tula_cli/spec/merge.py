@@ -26,8 +26,8 @@ def merge_sources(
     """Return the merged mapping, and for each leaf `a.b.c` the source its value came from."""
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    found = reversed(config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
-    sites = [site_file for site_file in found if site_file.is_file()]
+    candidates = reversed(config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
+    sites = [site_file for site_file in candidates if site_file.is_file()]
     for file in (*sites, path):
         merge(merged, replace_old_keys(read_yaml(file), source=str(file)), origins, source=str(file))
     for variable in sorted(environ):

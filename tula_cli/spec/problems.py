@@ -1,4 +1,4 @@
-"""What is wrong with a spec, in words, with the nearest valid name."""
+"""Problems of a spec in words, with the nearest valid name."""
 
 import difflib
 import functools
@@ -48,7 +48,7 @@ _WANTED: Mapping[str, str] = {
     "dict_type": "must be a mapping (name: value)",
     "string_type": "must be text",
 }
-"""What a value of another type than its key's should have been."""
+"""Descriptions of the type that a key wants, for a value of another type."""
 
 
 def problem(item: Any, *, of_script: bool = False) -> Problem:

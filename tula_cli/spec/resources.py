@@ -37,7 +37,7 @@ _WRITTEN_KIND = WithJsonSchema({"anyOf": [{"enum": list(KINDS)}, {"type": "strin
 
 
 class OwnScheduler(Section):
-    """What a scheduler of the user's own is asked for: `cluster.kind` is its import string."""
+    """Settings of a scheduler of your own: `cluster.kind` is its import string."""
 
     options: Arguments = {}  # passed to it when it is made
     minutes: Minutes = 120  # time limit of a training job
@@ -70,7 +70,7 @@ class Cluster(Section):
 
     @property
     def own_scheduler(self) -> OwnScheduler | None:
-        """What a scheduler of the user's own is asked for; None with those that come with tula."""
+        """The settings of a scheduler of the user's own; None for those that come with tula."""
         return None if self.kind in KINDS else self.scheduler or OwnScheduler()
 
     @property
@@ -81,17 +81,17 @@ class Cluster(Section):
 
     @property
     def minutes_setting(self) -> str:
-        """What sets that limit."""
+        """The key that sets that limit."""
         return "cluster.slurm.minutes" if self.kind in KINDS else "cluster.scheduler.minutes"
 
     @property
     def memory_setting(self) -> str:
-        """What asks for a node's memory."""
+        """The key that requests a node's memory."""
         return "cluster.slurm.memory" if self.kind in KINDS else "cluster.scheduler.options"
 
     @property
     def more_memory(self) -> str:
-        """What the user can do about a node's memory that was used up."""
+        """Advice to a user whose job has used up a node's memory."""
         return "end other programs there" if self.kind == "local" else f"ask for more with {self.memory_setting}"
 
     @property
@@ -102,7 +102,7 @@ class Cluster(Section):
 
     @property
     def collective_warning(self) -> str:
-        """What to say where the time model is of another communication than training's; empty where it is not.
+        """A warning if the time model assumes another communication than training has; empty if it does not.
 
         Ring, tree and reduce-scatter with all-gather are ways to all-reduce, among which NCCL and gloo choose.
         """
@@ -128,7 +128,7 @@ class Spot(Section):
 
 @dataclass(frozen=True)
 class SiteBill:
-    """What a job takes of an allocation, as SLURM reports it: the billing of its TRES, and what that is multiplied by."""
+    """The cost of a job to an allocation, as SLURM reports it: the billing of its TRES, and its factors."""
 
     node: NonNegativeFloat  # billing of each of its nodes
     job: NonNegativeFloat = 0.0  # billing of the job beside them (licenses)
@@ -142,7 +142,7 @@ class SiteBill:
 
 
 _NO_MONEY = ("node-h", "SU")
-"""What costs are counted in where no price is given."""
+"""Units of costs if no price is given."""
 
 
 class Pricing(Section):
@@ -180,9 +180,9 @@ class Pricing(Section):
             details = InitErrorDetails(type="missing", loc=("price",), input={})
             raise ValidationError.from_exception_data("Pricing", [details])
         of_billing = ("unit", "per_node", "qos_factors", "partition_factors", "slurm_billing")
-        own = [name for name in of_billing if getattr(self, name) != type(self).model_fields[name].default]
-        if own:
-            raise ValueError(f"{', '.join(own)}: of kind billing, and kind is {self.kind}")
+        given = [name for name in of_billing if getattr(self, name) != type(self).model_fields[name].default]
+        if given:
+            raise ValueError(f"{', '.join(given)}: of kind billing, and kind is {self.kind}")
         return self
 
 
@@ -191,7 +191,7 @@ UNPRICED = Pricing(price=1.0, currency="node-h")
 
 
 class NodeType(Section):
-    """What is special about one type of node: laid over those sections of the job, level by level."""
+    """Settings of one type of node: laid over those sections of the job, level by level."""
 
     cluster: Arguments = {}  # laid over section cluster
     pricing: Arguments = {}  # laid over section pricing

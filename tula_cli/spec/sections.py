@@ -29,8 +29,8 @@ class Model(Section):
     @property
     def longest_text(self) -> dict[str, int]:
         """The arguments that bound the length of text, where they are given and known for what they are."""
-        found = {key: self.args.get(key) for key in _POSITIONS if self.name.startswith("transformers:")}
-        return {key: value for key, value in found.items() if isinstance(value, int)}
+        limits = {key: self.args.get(key) for key in _POSITIONS if self.name.startswith("transformers:")}
+        return {key: value for key, value in limits.items() if isinstance(value, int)}
 
     @model_validator(mode="after")
     def _strict_is_about_weights(self) -> "Model":
@@ -100,14 +100,14 @@ class Dataset(Section):
     def _test_is_another_set(self) -> "Dataset":
         if self.test is None:
             return self
-        found = self.tested
-        if found.name != "ImageFolder" and not is_import_string(found.name):
-            raise ValueError(f"test: {found.name} has no third part; name ImageFolder or package.module:callable")
-        if (found.name, found.root, found.args) == (self.name, self.root, self.args):
+        tested = self.tested
+        if tested.name != "ImageFolder" and not is_import_string(tested.name):
+            raise ValueError(f"test: {tested.name} has no third part; name ImageFolder or package.module:callable")
+        if (tested.name, tested.root, tested.args) == (self.name, self.root, self.args):
             raise ValueError(
                 "test: it is the same as the dataset; give another name or root, or args such as {split: test}"
             )
-        if found.name == "ImageFolder" and self.test.root is None:
+        if tested.name == "ImageFolder" and self.test.root is None:
             raise ValueError("test: ImageFolder needs a root, the folder with one sub-folder a class")
         return self
 
@@ -120,8 +120,8 @@ class Dataset(Section):
     @property
     def own_parts(self) -> tuple[str, ...]:
         """The import strings beside its name."""
-        found = (named(getattr(self, key), key) for key in OWN_PARTS)
-        return tuple(name for name in found if name)
+        names = (named(getattr(self, key), key) for key in OWN_PARTS)
+        return tuple(name for name in names if name)
 
 
 OWN_PARTS = ("collate_fn", "sampler")

@@ -1,4 +1,4 @@
-"""What a measurement, and what a training, depends on, as a digest."""
+"""Digests of the settings that a measurement, and a training, depends on: the names of runs and trainings."""
 
 import hashlib
 import json
@@ -61,8 +61,8 @@ def _own_loop(spec: JobSpec) -> dict[str, Any]:
 
 def _script(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return what a step of a script depends on. What it is told of its learning rate and its length changes none."""
-    own = script.model_dump(include={"command", "launch", "samples", "probe"})
-    parts = {"script": own, "train": spec.train.model_dump(include={"accumulate", "workers"})}
+    settings = script.model_dump(include={"command", "launch", "samples", "probe"})
+    parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
     scaled = {"granularity", "source", "apply_to", *_steps_refresh(spec)}
     return {**parts, "ags": _ags(spec.ags, scaled)} if spec.train.facts.scales else parts
 
@@ -129,14 +129,14 @@ def _without_nodes(stage: RampStage) -> set[str]:
 
 def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:
     """Return what changes the weights of a script: all that it is told."""
-    own = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
-    told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
-    told |= _lr_limit(spec, where["batch"])
+    settings = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
+    train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
+    train |= _lr_limit(spec, where["batch"])
     ags = {}
     if spec.train.facts.scales:
         removed = {**dict.fromkeys(("s_min", "eps", "norm_ewma", "scale_ema")), **REMOVED_FROM_AGS}
         ags["ags"] = spec.ags.model_dump(exclude={"exclude", *_later_ags(spec.ags)}) | removed
-    return digest({"script": own, "train": told, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
+    return digest({"script": settings, "train": train, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
 
 def rehearsal_signature(spec: JobSpec, code: str) -> str:
@@ -149,9 +149,9 @@ def rehearsal_signature(spec: JobSpec, code: str) -> str:
     assert spec.script is not None
     parts = spec.script.model_dump(include={"command", "launch", "save", "dataset_size"})
     parts["resume"] = spec.script.resume.model_dump(include={"args", "checkpoint"}) if spec.script.resume else None
-    told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate"})
+    train = spec.train.model_dump(include={"method", "lr_scaling", "accumulate"})
     return digest(
-        {**parts, "length": sorted(spec.script.length.model_dump(exclude_none=True)), "train": told, "code": code}
+        {**parts, "length": sorted(spec.script.length.model_dump(exclude_none=True)), "train": train, "code": code}
     )
 
 
@@ -164,8 +164,8 @@ def evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str
         code: digest of the user's own code that it runs; empty for none.
     """
     test = spec.dataset.test
-    told = {"weights": weights, "test": test and test.model_dump(), "metrics": spec.train.metrics}
-    return digest({**told, "code": code} if code else told)
+    settings = {"weights": weights, "test": test and test.model_dump(), "metrics": spec.train.metrics}
+    return digest({**settings, "code": code} if code else settings)
 
 
 def cluster_signature(cluster: Cluster) -> str:
@@ -174,12 +174,12 @@ def cluster_signature(cluster: Cluster) -> str:
     For how long it asks for them, and which it avoids, tells nothing of those that it gets.
     """
     asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude", "limits"})
-    own = (
+    scheduler = (
         {}
         if cluster.scheduler is None
         else {"scheduler": cluster.scheduler.model_dump(mode="json", exclude={"minutes"})}
     )
-    return digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": asked, **own})
+    return digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": asked, **scheduler})
 
 
 def _dataset(spec: JobSpec) -> dict[str, Any]:
@@ -190,8 +190,8 @@ def _dataset(spec: JobSpec) -> dict[str, Any]:
 
 def _model(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained; what came later counts where it is given. The file of weights counts by its digest."""
-    found = spec.model.model_dump(exclude={"weights", "strict", "frozen"})
-    return found | spec.model.model_dump(include={"strict", "frozen"}, exclude_defaults=True)
+    settings = spec.model.model_dump(exclude={"weights", "strict", "frozen"})
+    return settings | spec.model.model_dump(include={"strict", "frozen"}, exclude_defaults=True)
 
 
 def _optimizer(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:

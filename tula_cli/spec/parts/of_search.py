@@ -25,7 +25,7 @@ REMOVED_STRATEGIES: Mapping[str, str] = {
 
 
 class Search(Section):
-    """What to measure."""
+    """The configurations that are measured, and how."""
 
     nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # numbers of nodes
     gpus_per_node: Annotated[list[Positive], Field(min_length=1)] | None = (

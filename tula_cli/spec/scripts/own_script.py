@@ -58,7 +58,7 @@ class Length(Section):
 
 
 class Reference(Section):
-    """What the script was tuned for."""
+    """The batch and the learning rate that the script was tuned for."""
 
     batch: Positive  # global
     lr: PositiveFloat | None = None  # left out where the command has no {lr}
@@ -84,7 +84,7 @@ class Rows(Section):
 
 
 class ProbeScript(Section):
-    """What is different where the script is measured, not trained."""
+    """Settings that differ while the script is measured, not trained."""
 
     args: Filled = ""  # appended, for example --epochs 1
     stop: Literal["exit", "raise"] = "exit"  # raise: SystemExit in the loop, which runs what the script does at its end

@@ -1,4 +1,4 @@
-"""What a job with a section `script` has in place of tula's own loop, and what of section train means something to it."""
+"""Jobs with a section `script`: the defaults that take the place of tula's own loop, and the keys of section train that act."""
 
 import math
 from collections.abc import Mapping

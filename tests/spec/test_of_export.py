@@ -22,7 +22,7 @@ def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_a
     [
         ({"to": "tensorbord"}, "did you mean tensorboard"),
         ({"to": "mlflow", "uri": "https://me:secret@host"}, "name or password does not belong into the address"),
-        ({"to": "mlflow", "every": 0.5}, "greater than or equal to 1"),
+        ({"to": "mlflow", "every": 0.5}, "30 seconds, and tula export --every"),
         ({"to": "mlflow", "when": "always"}, "when"),
     ],
 )

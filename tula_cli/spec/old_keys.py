@@ -41,6 +41,9 @@ REMOVED: Mapping[str, Removed] = {
     "auto.arms.decay_factor": Removed((1,), _ARMS_ADVICE),
     "auto.arms.decay_from": Removed((None,), _ARMS_ADVICE),
     "auto.arms.warmup_epochs": Removed((0,), _ARMS_ADVICE),
+    "export.every": Removed(
+        (30,), "a waiting command and a job send every 30 seconds, and tula export --every as often as it says"
+    ),
     "train.gradient_noise.batches": Removed((32,), "gradient_noise: true"),
     "train.gradient_noise.every": Removed((1,), "gradient_noise: true"),
     "train.hessian.every": Removed((1,), "hessian: true"),

@@ -54,7 +54,7 @@ def waited(run: RunDir, *jobs: str) -> list[str]:
 
 
 def test_a_command_that_waits_sends_what_is_new(tmp_path: Path) -> None:
-    run = run_with(tmp_path, export=[{"to": "tensorboard", "every": 1}])
+    run = run_with(tmp_path, export=[{"to": "tensorboard"}])
     training(run)
     assert waited(run, JOB) == []
     assert set(events(run)) == {"run", JOB}

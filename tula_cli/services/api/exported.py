@@ -29,7 +29,7 @@ def export(
         uri: the place of the one that is named; None: the tracker's own, or the run.
         project: MLflow's experiment, W&B's project; None: the job's name.
         follow: go on while jobs run.
-        every: seconds between two looks; None: 30, or what section export says.
+        every: seconds between two looks; None: 30.
         on_event: is given every event; without it what deserves a warning is a Python warning, and the rest is dropped.
         root: where the runs of jobs are kept.
 

@@ -21,6 +21,9 @@ from tula_cli.services.exporting.sending import Counted, Session
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.parts.of_export import Export
 
+POLL_INTERVAL = 30.0
+"""Seconds between two looks at the run, unless `tula export --every` says otherwise."""
+
 LONGEST_PAUSE = 600.0
 """Seconds between two tries of a tracker that does not answer, at most."""
 
@@ -144,7 +147,7 @@ def export(
         run: the run.
         trackers: where to.
         follow: go on while its jobs run.
-        every: seconds between two looks; None for those of each tracker.
+        every: seconds between two looks; None: `POLL_INTERVAL`.
         active: whether a job of a part is queued or running; None asks the scheduler.
         stop: whether to look once more and end.
         reports: writes a report on a part and returns its files, sent where they have changed; called once no job is under way.
@@ -239,7 +242,7 @@ def _target(
 ) -> _Target:
     place = destination(one.to, uri=one.uri, project=one.project, run=run.path.absolute(), job=spec.name)
     sessions = [Session(part, _name(run, part), place, reports) for part in parts]
-    return _Target(place, sessions, every or one.every, Counted())
+    return _Target(place, sessions, every or POLL_INTERVAL, Counted())
 
 
 def _name(run: RunDir, part: Part) -> str:

@@ -4,10 +4,10 @@ import difflib
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from tula_cli.plugins import is_import_string
-from tula_cli.spec.kinds import Line, PositiveFloat, Section
+from tula_cli.spec.kinds import Line, Section
 
 TRACKERS = ("mlflow", "wandb", "tensorboard")
 _WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
@@ -31,7 +31,6 @@ class Export(Section):
     # the run. wandb: https://... sends to that server, a folder is its offline mode
     uri: Annotated[Line, AfterValidator(without_password)] | None = None
     project: Line | None = None  # MLflow's experiment, W&B's project; null: the job's name
-    every: Annotated[PositiveFloat, Field(ge=1)] = 30.0  # seconds between two looks at the run
     # who sends: command: a command that waits for jobs, while it waits; job: the first node of a training, also where no command
     # waits
     by: Literal["command", "job"] = "command"

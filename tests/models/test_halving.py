@@ -346,11 +346,8 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
     [
         ({"arms": [{"name": "a"}, {"name": "a", "lr_factor": 2}]}, "names of their own"),
         ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the large batch as it is"),
-        ({"arms": [{"name": "a", "ags": {"delta": 0.2}}]}, "means nothing to method lbt"),
-        ({"arms": [{"name": "a", "warmup_epochs": 1}]}, "means nothing to lr_factor 1"),
-        ({"arms": [{"name": "a", "method": "ags", "ags": {"delta": -1}}]}, "delta"),
         ({"after": 20}, "leaves nothing"),
-        ({"epochs": 0}, "epochs"),
+        ({"branch_epochs": 0}, "branch_epochs"),
         ({"holdout": 0.9}, "holdout"),
     ],
 )

@@ -68,7 +68,11 @@ def problem(item: Any, *, of_script: bool = False) -> Problem:
     if item["type"] == "missing":
         return Problem(path, "is required")
     message = _wanted(item)
-    if item["type"] == "literal_error" and path.endswith("search.strategy") and item["input"] in REMOVED_STRATEGIES:
+    if (
+        item["type"] == "literal_error"
+        and path.endswith("search.strategy")
+        and str(item["input"]) in REMOVED_STRATEGIES
+    ):
         return Problem(path, f"there is no {item['input']!r} any more", REMOVED_STRATEGIES[item["input"]])
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace(" or ", ", ")

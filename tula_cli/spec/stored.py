@@ -15,7 +15,7 @@ def without_removed_values(content: Any) -> Any:
         return content
     updated = dict(content)
     search, node_types = content.get("search"), content.get("node_types")
-    if isinstance(search, Mapping) and search.get("strategy") in REMOVED_STRATEGIES:
+    if isinstance(search, Mapping) and str(search.get("strategy")) in REMOVED_STRATEGIES:
         updated["search"] = {**search, "strategy": "auto"}
     if isinstance(node_types, Mapping):
         updated["node_types"] = {name: without_removed_values(node_type) for name, node_type in node_types.items()}

@@ -27,8 +27,8 @@ def test_templates_name_the_ramp_and_a_job_without_a_method_has_it_too(kind):
     assert "ags" not in content, "what means nothing to the ramp"
 
 
-OF_BILLING = {"unit", "per_node", "qos_factors", "partition_factors", "told"}
-"""Of section pricing: what SLURM bills, which there is none of on this machine; the last is what SLURM told."""
+OF_BILLING = {"unit", "per_node", "qos_factors", "partition_factors", "slurm_billing"}
+"""Of section pricing: what SLURM bills, which there is none of on this machine; the last is what SLURM reported."""
 
 
 def test_local_template_mentions_every_setting():
@@ -45,5 +45,5 @@ def test_local_template_mentions_every_setting():
 def test_slurm_template_mentions_the_usual_options():
     text = job_from_template("slurm")
     usual = ("partition", "account", "qos", "constraint", "minutes", "cpus_per_task", "memory", "setup", "extra")
-    for key in (*usual, *(OF_BILLING - {"told"})):
+    for key in (*usual, *(OF_BILLING - {"slurm_billing"})):
         assert f"{key}:" in text

@@ -151,7 +151,7 @@ def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ra
     task = train_task(spec(train=settings, ags={"b_small": 4}))
     run_job(run, alone, task)
     found = list(rows(run, task, "hessian"))
-    assert [(row["epoch"], row["samples"], row["batch"]) for row in found] == [(0, 0, 96), (1, 96, 96), (2, 192, 96)]
+    assert [(row["epoch"], row["samples"], row["batch"]) for row in found] == [(0, 0, 100), (1, 96, 100), (2, 192, 100)]
     for row in found:
         assert row["eigenvalue"] > 0 and row["gradient_norm"] > 0 and row["converged"]
         assert (row["s_min"], row["s_max"], row["lr"]) == (1e-3, 2.0, 0.1)

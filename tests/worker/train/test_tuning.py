@@ -178,7 +178,7 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
         return settle(trainer, batches=batches, between=between)
 
     monkeypatch.setattr(evaluation, "recompute_batch_norm_statistics", settling)
-    tuned(run, alone, FAST, epochs=1)
+    tuned(run, alone, FAST)
     assert settled == [tuning.SETTLING_STEPS] * 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]
@@ -220,7 +220,7 @@ def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
             restore(trainer, content),
         )[1],
     )
-    tuned(run, alone, FAST, epochs=1)
+    tuned(run, alone, FAST)
     assert built == [100, 90, 90, 90, 100], "the training, the branches' beginning, two of them, the training"
     assert loaded == ["90 from 88", "90 from 88", "100 from 96"]
 

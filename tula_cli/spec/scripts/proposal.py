@@ -158,6 +158,7 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
         yield f"    args: {yaml_word(args)} # appended where there is a checkpoint"
         yield '    checkpoint: "{out}/*" # of what matches, the newest: narrow it down to what the script saves'
         yield "    # batch: rehearse # with which batch it may go on: same, epoch (another from an epoch's end on), any"
+        yield "    # checkpoint_interval: epoch # how often it saves (epoch, or so many steps), until a training has shown it"
     else:
         yield f'  # resume: {{args: {yaml_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
 

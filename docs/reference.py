@@ -20,16 +20,16 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 from tula_cli import errors
 from tula_cli.cli import options
 from tula_cli.cli.app import READER_IS_GONE, app
-from tula_cli.cluster.stopping.repeated import MAX_SECONDS
+from tula_cli.cluster.supervise import MAX_SECONDS
 from tula_cli.errors import TulaError
-from tula_cli.host.failure_kinds import FAILURE_KINDS, NEXT_WORDS
+from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.json_schema import descriptions, inner_sections, sections
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import REMOVED, RENAMED
 from tula_cli.spec.resources import Cluster, SiteBill
-from tula_cli.spec.schema.descriptions import descriptions, inner_sections, sections
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tula_cli.host.capacity import shared_memory
+from tula_cli.host.machine import shared_memory
 from tula_cli.models.memory.host_memory import data_memory
 from tula_cli.run.directory import RunDir
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tula_cli.host.outcome import classify
-from tula_cli.run.records.components import Components
+from tula_cli.host.failures import classify
+from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.spec.job import JobSpec
 

@@ -20,11 +20,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from gpu.rig import build, job
 from tula_cli.run.files import write_atomic
 from tula_cli.worker import device as worker_device
-from tula_cli.worker.measure.looks.gradients import GradientNormRecorder
-from tula_cli.worker.measure.probe import endless_steps
+from tula_cli.worker.measure.probe import GradientNormRecorder, endless_steps
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
-from tula_cli.worker.train.watching.sync_spy import SynchronisationTimer
+from tula_cli.worker.train.step_watch import SynchronisationTimer
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ags": ("ags", {}),

@@ -46,7 +46,7 @@ from tula_cli.run.records.probes import Measured  # noqa: E402
 from tula_cli.run.records.tasks import ProbeTask, probe_id  # noqa: E402
 from tula_cli.spec.job import JobSpec  # noqa: E402
 from tula_cli.spec.kinds import parse_size  # noqa: E402
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN  # noqa: E402
+from tula_cli.spec.sections import MEMORY_MARGIN  # noqa: E402
 
 MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large", "gpt2")
 TEXT = 128  # bytes of a transformer's samples

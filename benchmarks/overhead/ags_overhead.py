@@ -406,7 +406,7 @@ def fits(
     """
     import torch
 
-    from tula_cli.host.outcome import classify
+    from tula_cli.host.failures import classify
 
     total = torch.cuda.get_device_properties(me.device).total_memory
 
@@ -437,7 +437,7 @@ def machine(me: "Ranks") -> dict[str, Any]:
     """Say what is measured on, and how busy it is."""
     import torch
 
-    from tula_cli.host.processor import processor_name
+    from tula_cli.host.machine import processor_name
 
     cuda = me.device.type == "cuda"
     return {

@@ -26,7 +26,7 @@ sys.path += [str(path) for path in (BENCHMARKS, BENCHMARKS / "script_cases" / "s
 
 from script_cases.step_cost import summary  # noqa: E402
 
-from tula_cli.run.records.shim import ShimPlan  # noqa: E402
+from tula_cli.run.records.scripts import ShimPlan  # noqa: E402
 from tula_cli.spec.job import JobSpec  # noqa: E402
 
 SHIM = BENCHMARKS.parent / "tula_cli" / "shim"

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tula_cli.run.records.shim import ShimPlan
+from tula_cli.run.records.scripts import ShimPlan
 
 ROOT = Path(__file__).parents[2]
 MODES = ("probe", "train")

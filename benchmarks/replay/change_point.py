@@ -13,7 +13,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from tula_cli.models.time.changes.change_point import ChangePointTest
+from tula_cli.models.time.changes import ChangePointTest
 
 LOOKS = 500  # of a series without a change
 BEFORE, AFTER = 60, 200  # looks around a change

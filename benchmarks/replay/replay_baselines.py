@@ -10,7 +10,7 @@ from replay_data import Where
 from scipy.optimize import minimize, nnls
 
 from tula_cli.models.time import stragglers
-from tula_cli.models.time.priors import PRIORS, Priors
+from tula_cli.models.time.formulas import PRIORS, Priors
 from tula_cli.models.time.steptime import Estimate, Observation
 
 Floats = NDArray[np.float64]

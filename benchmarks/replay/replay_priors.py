@@ -2,7 +2,7 @@
 
     python benchmarks/replay/replay_priors.py TABLE.csv... [--json] [--turns 8]
 
-The priors of the step-time model come from measurements (`tula_cli.models.time.priors.PRIORS`), so errors on the same
+The priors of the step-time model come from measurements (`tula_cli.models.time.formulas.PRIORS`), so errors on the same
 measurements flatter them. Here they are found anew by expectation maximisation (empirical Bayes), from a vague start and
 without looking at any error of prediction: every set is fitted to all that was measured of it; the parameters of all sets
 then give the new priors their means and spreads, and so on. Sets of one app are alike, so what is to be expected of another
@@ -26,8 +26,8 @@ from replay_data import MeasuredSet, load
 from replay_score import score
 
 from tula_cli.models.time import steptime
-from tula_cli.models.time.overlap import Posterior
-from tula_cli.models.time.priors import PRIORS, Prior, Priors, Smooth
+from tula_cli.models.time.formulas import PRIORS, Prior, Priors, Smooth
+from tula_cli.models.time.mixture import Posterior
 
 Floats = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from tula_cli.models.time import steptime
 from tula_cli.models.time.steptime import Estimate, Observation
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
-from tula_cli.spec.parts.of_search import Search
+from tula_cli.spec.sections import Search
 
 PROBE = Search().probe_seconds  # a real probe: its warm-up, what it times, and its other looks
 START_UP = 30.0  # seconds of one job before its first step

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster.scripts import values as cluster_values
-from tula_cli.run.records.shim import ShimPlan
+from tula_cli.cluster.scripts import placeholders as cluster_values
+from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import render
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue, submit
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir

@@ -42,7 +42,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import train_signature
 from tula_cli.words import duration
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 

@@ -27,7 +27,7 @@ from gpu.watch import Watch
 from on_gpu import Results, Setting, satisfied, work_through
 from PIL import Image
 
-from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.base import Components, Footprint
 from tula_cli.spec.job import JobSpec
 
 STATES = {"parameters": 1, "gradients": 1, "optimizer": 1, "factors": 0, "batch": 1, "activations": 1}

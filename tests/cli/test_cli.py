@@ -25,15 +25,15 @@ from tula_cli.cli import app
 from tula_cli.cluster import inspection as cluster_inspection
 from tula_cli.cluster import inspection as inspecting
 from tula_cli.cluster import launcher as cluster_launcher
-from tula_cli.cluster.slurm import partitions as site
+from tula_cli.cluster.slurm import site
 from tula_cli.errors import DiskFull, Infeasible, JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
+from tula_cli.services import nodes as node_check
 from tula_cli.services import nodes as services_nodes
 from tula_cli.services import status as services_status
-from tula_cli.services.node_check import findings
 from tula_cli.services.progress import job_status
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
@@ -1086,7 +1086,7 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     [("folder", 6, "n2 reads another file"), ("user", 6, "no interface ib7"), ("vanishes", 6, "left no word")],
 )
 def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
-    monkeypatch.setitem(findings.MAX_FILE_LAG, "local", 0.05)
+    monkeypatch.setitem(node_check.MAX_FILE_LAG, "local", 0.05)
     cluster.launcher = Here(fails)
     answer = tula("check", "job.yaml", "--on-cluster")
     assert (answer.code, words in answer.err) == (code, True), answer.err
@@ -1348,7 +1348,7 @@ def test_ctrl_c_as_a_process(here):
     path.parent.mkdir()
     path.write_text("one\n")
     (here / "sitecustomize.py").write_text(
-        "from tula_cli.cluster import local\nfrom tula_cli.cluster.scheduling.protocol import SchedulerState\n"
+        "from tula_cli.cluster import local\nfrom tula_cli.cluster.scheduler import SchedulerState\n"
         "local.LocalLauncher.states = lambda self, run, jobs: {job.id: SchedulerState('running') for job in jobs}\n"
     )
     variables = {"PYTHONPATH": os.pathsep.join([str(here), str(ROOT)]), "PYTHONUNBUFFERED": "1"}

@@ -20,7 +20,7 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison, CountedEnergy, ScriptSaves
 from tula_cli.run.records.tasks import EvaluateTask
-from tula_cli.run.series.step_series import StepRow, format_rows
+from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.show import screen as show_screen
 
 SIGNATURE = "ab12cd34"

@@ -19,17 +19,15 @@ from tula_cli.cluster import allocation, exit_reason
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_start import RankStart
+from tula_cli.cluster.chains import chain_state
+from tula_cli.cluster.exit_reason import ExitReason, failure_of_follower, reason_of_error
+from tula_cli.cluster.full_disk import release_held_jobs
+from tula_cli.cluster.rank_processes import RankStart
 from tula_cli.cluster.relaunch import next_task
-from tula_cli.cluster.scheduling.chains import chain_state
-from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.sbatch import submitit_parameters
-from tula_cli.cluster.stopping.full_disk import release_held_jobs
-from tula_cli.cluster.stopping.last_words import failure_of_follower, reason_of_error
-from tula_cli.cluster.stopping.repeated import describe_crash_loop
-from tula_cli.cluster.supervise import Supervisor
+from tula_cli.cluster.supervise import Supervisor, describe_crash_loop
 from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, TulaError
 from tula_cli.host.network import node_name
 from tula_cli.run.directory import RunDir

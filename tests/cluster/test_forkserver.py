@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.forkserver import WORKER, ForkedRank, ForkServer, ForkUnavailable, RankCommand
-from tula_cli.cluster.group import RankSpawner
+from tula_cli.cluster.rank_processes import WORKER, ForkedRank, ForkServer, ForkUnavailable, RankCommand, RankSpawner
 from tula_cli.host.processes import start_time
 
 SERVER = """

@@ -7,8 +7,8 @@ import make_runs as make
 import pytest
 from make_results import inspected
 
-from tula_cli.cluster import kept_inspection
-from tula_cli.cluster.kept_inspection import (
+from tula_cli.cluster import inspection as kept_inspection
+from tula_cli.cluster.inspection import (
     BUILDING,
     FOLDER,
     MAX_ENTRIES_KEPT,

@@ -20,13 +20,12 @@ from make_results import inspected
 
 from tula_cli.cli import app
 from tula_cli.cluster import attempt as cluster_attempt
-from tula_cli.cluster import inspection
+from tula_cli.cluster import chains, inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
-from tula_cli.cluster.rank_start import RankStart
-from tula_cli.cluster.scheduling import chains
+from tula_cli.cluster.rank_processes import RankStart
 from tula_cli.cluster.slurm import command as slurm_command
-from tula_cli.cluster.slurm import partitions, shared_queue
+from tula_cli.cluster.slurm import queue, site
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import scheduler as slurm_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
@@ -413,8 +412,8 @@ def test_every_command_of_slurm_is_called_with_the_same_environment(slurm, run, 
         monkeypatch.setenv(name, "other")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     job = submitted(run, probes(run))
-    partitions.ask_site()
-    partitions.allocated_hosts(job.scheduler_id)
+    site.ask_site()
+    site.allocated_hosts(job.scheduler_id)
     scheduler.ask_states([job.scheduler_id, "4711"])
     scheduler.end_outcome(job.scheduler_id)
     scheduler.cancel_jobs([job.scheduler_id])
@@ -445,7 +444,7 @@ def test_commands_that_wait_ask_squeue_once_a_minute_together(slurm, run, monkey
     assert len(slurm.calls("squeue")) == before + 1
     slurm.set(jobs[0].scheduler_id, "RUNNING")
     assert state(run, jobs[0]).state == "running", "who asks once is told what is so now"
-    monkeypatch.setattr(shared_queue, "MAX_AGE", 0.0)
+    monkeypatch.setattr(queue, "MAX_AGE", 0.0)
     assert SlurmLauncher().patient().states(run.read(), jobs)[jobs[0].id].state == "running"
 
 

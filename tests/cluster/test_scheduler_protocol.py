@@ -14,11 +14,10 @@ import pytest
 import tiny_queue
 from fake_slurm import FakeSlurm, local
 
+from tula_cli.cluster import schedulers
+from tula_cli.cluster.batch_launcher import submit_script
 from tula_cli.cluster.launcher import launcher_for
-from tula_cli.cluster.scheduling import schedulers
-from tula_cli.cluster.scheduling.batch_launcher import submit_script
-from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
-from tula_cli.cluster.scheduling.protocol import AvoidsNodes, JobRequest, Scheduler, exclude_nodes
+from tula_cli.cluster.scheduler import AvoidsNodes, JobRequest, LocalScheduler, Scheduler, exclude_nodes
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as slurm_queue
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
@@ -349,7 +348,7 @@ def test_a_training_on_it_is_a_chain_that_is_found_again_and_cancelled(tmp_path:
     state = launcher.states(run.read(), [job])[job.id]
     assert (state.state, state.reason) == ("pending", "all nodes are taken")
     script = launcher.script(run, task)
-    assert f"-m tula_cli.cluster.scheduling.in_job {OWN}" in script and "train-s-1" in script
+    assert f"-m tula_cli.cluster.job_main {OWN}" in script and "train-s-1" in script
     launcher.cancel(run, job)
     assert {site.state(id_) for id_ in job.links} == {"ended"} and site.state(blocker) == "running"
     assert launcher.states(run.read(), [job])[job.id].state == "ended"

@@ -21,20 +21,19 @@ from tula_cli.cluster import exit_reason, relaunch
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
-from tula_cli.cluster.rank_start import RankStart, first_rank
+from tula_cli.cluster.rank_processes import RankStart, first_rank
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
 from tula_cli.host import devices
 from tula_cli.host.processes import start_time
 from tula_cli.models.out_of_memory import splits_of
+from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.base import MicroBatches, OutcomeClass
 from tula_cli.run.records.jobs import Failure, LeaderCommand
-from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, probe_id
-from tula_cli.run.storage import reserve
 from tula_cli.services.progress.ending import error_of_training
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
@@ -238,11 +237,11 @@ def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again
     assert attempt.outcome == "disk" and attempt.host
     assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
     assert "free where /dev/shm/gone is" in attempt.message
-    assert len(ranks.starts) == 1 and not (run.path / reserve.NAME).exists(), "it was given back"
+    assert len(ranks.starts) == 1 and not (run.path / shortages.NAME).exists(), "it was given back"
     told = error_of_training(training, [attempt], saved_samples=0)
     assert (told.exit_code, told.code) == (13, "disk")
     cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
-    assert run.training(training.signature).result() is not None and (run.path / reserve.NAME).exists()
+    assert run.training(training.signature).result() is not None and (run.path / shortages.NAME).exists()
 
 
 def test_ranks_that_could_not_write_why_they_ended_are_known_by_their_exit_code(
@@ -579,9 +578,9 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
         import sys, tempfile
         tempfile.tempdir = {str(tmp_path)!r}
         sys.path[:0] = sys.argv[1].split(":")
-        from tula_cli.cluster import rank_start, supervise
+        from tula_cli.cluster import rank_processes, supervise
         script = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-        rank_start.RankStart.argv = lambda _: [sys.executable, "-c", script]
+        rank_processes.RankStart.argv = lambda _: [sys.executable, "-c", script]
         import pathlib
         supervise.supervise(pathlib.Path({str(run.path)!r}), "train-s-1")
     """

@@ -12,7 +12,7 @@ from driver import waiting, weights_differ
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tula_cli
-from tula_cli.models.choice.knee import ALIKE
+from tula_cli.models.choice.objective import ALIKE
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.spec.load import load_spec
 
@@ -306,7 +306,7 @@ def test_the_users_own_error_is_told_with_its_words(tula) -> None:
 def test_a_rank_that_hangs_is_told_with_its_stack_and_started_again(tula) -> None:
     (tula.folder / "hanging.py").write_text(
         "import os, pathlib, time, torch\n"
-        "from tula_cli.worker.train.watching import hang_watch\n"
+        "from tula_cli.worker.train import hang_watch\n"
         "hang_watch.MIN_LIMIT = 2.0\n"
         "class Net(torch.nn.Module):\n"
         "    def __init__(self, num_classes=10):\n"

@@ -12,7 +12,7 @@ import torch
 import yaml
 from driver import weights_differ
 
-from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build import finetune
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -149,7 +149,7 @@ def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "32")
     straight = tula(*command)["data"]
     last = run.training(straight["signature"]).path / "last"
-    kept = initial_weights.read_weights(str(last.resolve()))
+    kept = finetune.read_weights(str(last.resolve()))
     trained_anew_and_killed(tula, command, rank=1)
-    found = initial_weights.read_weights(str(last.resolve()))
+    found = finetune.read_weights(str(last.resolve()))
     assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)

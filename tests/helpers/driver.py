@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster import kept_inspection
+from tula_cli.cluster import inspection
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 
@@ -50,10 +50,10 @@ class Tula:
         self.folder = folder
         self.environment = {**os.environ, "COLUMNS": "120", **environment}
         (folder / "job.yaml").write_text(job)
-        shared = folder.parent / kept_inspection.FOLDER
+        shared = folder.parent / inspection.FOLDER
         shared.mkdir(exist_ok=True)
         (folder / "tula-runs").mkdir()
-        (folder / "tula-runs" / kept_inspection.FOLDER).symlink_to(shared)
+        (folder / "tula-runs" / inspection.FOLDER).symlink_to(shared)
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "tula_cli", *arguments]

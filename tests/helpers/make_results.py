@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tula_cli.run.records.components import Components, Footprint, ModelStates, PeakMemory
+from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Environment, GradientStats, Measured, OutOfMemory, Overheads
 from tula_cli.run.records.tasks import probe_id

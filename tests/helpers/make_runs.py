@@ -7,10 +7,10 @@ from typing import Any
 
 from make_results import Truth, measured
 
-from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
+from tula_cli.run.records.inspections import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.tree import slice_batch
+from tula_cli.worker.build.batches import slice_batch
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import read_process_memory
-from tula_cli.worker.measure import rehearsal
+from tula_cli.worker.measure import fake_tensor_step
 from tula_cli.worker.methods.table import method_of
 
 CLASSES = 10
@@ -44,7 +44,7 @@ def measured(spec: JobSpec, batch: Any, size: int) -> int:
         factors = SmallBatch(refresh=1)
         optimizer = TulaOptimizer(optimizer, model=ddp, b_large=size, b_small=size // 4, factors=factors)
     for _ in range(3):
-        with rehearsal.fake_autocast(spec):
+        with fake_tensor_step.fake_autocast(spec):
             loss = call.compute_loss(ddp, batch)
         loss.backward()
         if isinstance(optimizer, TulaOptimizer):
@@ -58,7 +58,7 @@ def case(request: dict) -> dict[str, int]:
     """Return both peaks of one spec, batch and input shape."""
     spec, size = JobSpec.model_validate(request["spec"]), request["batch"]
     batch, item = _text(size, request["length"]) if "length" in request else _images(size, request["shape"])
-    estimate = rehearsal.build_fake_step(spec, item, classes=CLASSES).measure(size)
+    estimate = fake_tensor_step.build_fake_step(spec, item, classes=CLASSES).measure(size)
     measured(spec, slice_batch(batch, samples=size, stop=8), 8)  # the libraries' own memory, once
     return {"estimated": estimate.peak, "measured": measured(spec, batch, size)}
 

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tula_cli.host.processes import adopt_orphans, die_with_parent
-from tula_cli.run.records.shim import RankResult, ShimPlan
+from tula_cli.run.records.scripts import RankResult, ShimPlan
 
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tula_cli" / "shim"

@@ -18,16 +18,15 @@ from worker_jobs import LeavesAt, probe_task, spec, train_task, trainer
 from tula_cli.errors import CannotWrite
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build import finetune
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
-from tula_cli.worker.parallel import saved_shares
+from tula_cli.worker.parallel import sharded_checkpoint
 from tula_cli.worker.ranks import Ranks, process_group
-from tula_cli.worker.train import checkpoint, evaluation
+from tula_cli.worker.train import checkpoint, evaluation, gradient_noise
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.watching import gradient_noise
 
 BLOCKS = {"name": "worker_jobs:blocks"}
 DATA = {"args": {"eval_size": 17}}  # of two ranks and batches of 8, rank 0 has two and rank 1 one
@@ -144,7 +143,7 @@ def begun(folder: Path, ranks: Ranks) -> float:
         torch.save(given, path)
     subject = trainer(job("adamw", "fsdp"), ranks)
     section = spec(model={**BLOCKS, "weights": str(path)}).model
-    initial_weights.load_weights(section, subject.parallel.module, first=ranks.is_first)
+    finetune.load_weights(section, subject.parallel.module, first=ranks.is_first)
     mine, theirs = whole(subject), [given]
     dist.broadcast_object_list(theirs, src=0)
     return max(float((mine[name] - theirs[0][name]).abs().max()) for name in mine)
@@ -211,7 +210,7 @@ def statistics(folder: Path, ranks: Ranks) -> list[float]:
     checkpoint.write_sharded(path, subject, best={})
     for buffer in model.buffers():
         buffer.fill_(-1)
-    saved_shares.load_sharded(path, model, subject.base)
+    sharded_checkpoint.load_sharded(path, model, subject.base)
     return [float(value) for buffer in model.buffers() for value in buffer]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster.scheduling.protocol import JobRequest, Limits, Place, Queued, SchedulerState
+from tula_cli.cluster.scheduler import JobRequest, Limits, Place, Queued, SchedulerState
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 

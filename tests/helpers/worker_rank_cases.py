@@ -22,16 +22,15 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import device
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build import finetune
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.device import lift_memory_limit, limit_memory
 from tula_cli.worker.entry import run_training
-from tula_cli.worker.measure.looks.gradients import GradientNormRecorder
-from tula_cli.worker.measure.probe import StepBlocks, run_probes
+from tula_cli.worker.measure.probe import GradientNormRecorder, StepBlocks, run_probes
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks, process_group
-from tula_cli.worker.train import checkpoint, evaluation, hessian, tuning
+from tula_cli.worker.train import auto_tune, checkpoint, evaluation, hessian
 from tula_cli.worker.train import loop as worker_train_loop
 
 TRAIN = train_task(spec(train={"checkpoint_every": 1e-9, "epochs": 3, "method": "ags"}, ags={"delta": "inf"}))
@@ -109,7 +108,7 @@ def begun(folder: Path, ranks: Ranks) -> bool:
     own, path = build_model(spec(), 3), folder / f"first-{ranks.rank}.pt"
     if ranks.is_first:
         torch.save(given, path)
-    initial_weights.load_weights(spec(model={"weights": str(path)}).model, own, first=ranks.is_first)
+    finetune.load_weights(spec(model={"weights": str(path)}).model, own, first=ranks.is_first)
     return all(torch.equal(value, given[name]) for name, value in own.state_dict().items())
 
 
@@ -315,7 +314,7 @@ def tuned(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Let a training tune itself; return the rank's choice, where it stood, and whether it ends at rank 0's weights."""
     run, data = RunDir(folder / "tuned"), build_datasets(TUNED.spec)
     run_training(TUNED, run, ranks, data)
-    choice = tuning.load_choice(TUNED, run, ranks)
+    choice = auto_tune.load_choice(TUNED, run, ranks)
     assert choice is not None
     saved = torch.load(run.training(TUNED.signature).path / "last", weights_only=True)
     return {"arm": choice.arm.model_dump(mode="json"), "epoch": choice.epoch, "steps": saved["position"]["steps"]}

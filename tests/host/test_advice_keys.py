@@ -10,9 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from tula_cli.errors import Infeasible, TulaError
-from tula_cli.host.device_faults import DEVICE_FAULTS
-from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.outcome import advice
+from tula_cli.host.failures import DEVICE_FAULTS, FAILURE_KINDS, advice
 from tula_cli.models.observations import require_measurements
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
@@ -24,7 +22,7 @@ from tula_cli.services.progress.ending import error_of_training
 from tula_cli.services.search import feasible_candidates
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import names
-from tula_cli.spec.scripts.section import OWN_LOOP, TRAIN
+from tula_cli.spec.scripts.script import OWN_LOOP, TRAIN
 
 CLUSTERS: dict[str, dict[str, Any]] = {
     "this machine": {},

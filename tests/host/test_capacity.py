@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.host.capacity import machine_memory, shared_memory
+from tula_cli.host.machine import machine_memory, shared_memory
 
 TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 SLURM_STEP = "0::/system.slice/slurmstepd.scope/job_7/step_0\n"

@@ -6,7 +6,7 @@ frames around them are made here.
 
 import pytest
 
-from tula_cli.host.outcome import advice, classify, find_root_failure, find_telling_line
+from tula_cli.host.failures import advice, classify, find_root_failure, find_telling_line
 from tula_cli.run.records.jobs import Failure
 
 ASYNCHRONOUS = "kernel errors might be asynchronously reported at some other API call."

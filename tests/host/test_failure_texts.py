@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.outcome import advice, classify, find_telling_line
+from tula_cli.host.failures import FAILURE_KINDS, advice, classify, find_telling_line
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "failure_texts.yaml").read_text())
 MEMORY = ("host_oom", "device_oom")

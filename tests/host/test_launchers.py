@@ -6,8 +6,7 @@ import traceback
 
 import pytest
 
-from tula_cli.host.launchers import kill_signal
-from tula_cli.host.outcome import classify, find_user_exception
+from tula_cli.host.failures import classify, find_user_exception, kill_signal
 
 COMMAND = ["/usr/bin/python3", "train.py", "--note", "exit code: none"]
 DEEPSPEED = "[2026-01-02 03:04:05,678] [ERROR] [launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = -9"

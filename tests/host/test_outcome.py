@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tula_cli.errors import Diverged
-from tula_cli.host.outcome import advice, classify, find_root_failure
+from tula_cli.host.failures import advice, classify, find_root_failure
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
 

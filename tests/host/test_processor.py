@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.host import processor
+from tula_cli.host import machine
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from tula_cli.host import processor
 def test_the_name_is_the_kernels_or_the_architecture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, name: str
 ) -> None:
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     if told is not None:
-        processor.CPUINFO.write_text(told)
-    assert processor.processor_name() == name
+        machine.CPUINFO.write_text(told)
+    assert machine.processor_name() == name

@@ -17,7 +17,7 @@ from tula_cli.models.claims import (
     own_exponent,
     scales_itself,
 )
-from tula_cli.run.records.shim import Expected, LearningRates, LoaderSeen, RankResult, ScriptStep
+from tula_cli.run.records.scripts import Expected, LearningRates, LoaderSeen, RankResult, ScriptStep
 
 
 def step(seconds: float = 0.1, **more: object) -> ScriptStep:

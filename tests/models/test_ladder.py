@@ -11,7 +11,7 @@ from tula_cli.models.out_of_memory import (
     splits_of,
     statistics_in_cause,
 )
-from tula_cli.run.records.micro_batches import MicroBatches
+from tula_cli.run.records.base import MicroBatches
 from tula_cli.spec.load import validate
 
 SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tula_cli.cluster.scripts.rehearsing.traces import count_trained, error_line, learning_rate_curve, observed_schedule
+from tula_cli.cluster.scripts.resume_test import count_trained, error_line, learning_rate_curve, observed_schedule
 from tula_cli.models.resuming import ResumeJudgement, judge_resume_test
-from tula_cli.run.records.rehearsals import Rehearsed, Schedule
-from tula_cli.spec.scripts.own_script import Length
+from tula_cli.run.records.scripts import Rehearsed, Schedule
+from tula_cli.spec.scripts.script import Length
 
 
 def start(phase: Any, batch: int, samples: int, **more: Any) -> Rehearsed:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tula_cli import optim
 from tula_cli.optim import PRESETS, gradient_stats
 from tula_cli.optim.ddp_hook import NormListener
-from tula_cli.worker.measure.storages import LiveStorages
+from tula_cli.worker.measure.fake_tensor_step import LiveStorages
 
 pytestmark = pytest.mark.torch
 WAYS: dict[str, dict[str, Any]] = {

@@ -12,11 +12,10 @@ from make_runs import FakeLauncher
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code as run_code
-from tula_cli.run import imports
+from tula_cli.run import code_selection, imports
+from tula_cli.run import code_selection as git_state
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
-from tula_cli.run.source import git as git_state
-from tula_cli.run.source import selection
 from tula_cli.services import profile, train
 from tula_cli.spec.job import JobSpec
 
@@ -290,9 +289,9 @@ def test_keys_in_a_package_are_neither_copied_nor_in_the_diff(here: Path, run: R
 
 
 def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "MAX_FILE", 1000)
-    monkeypatch.setattr(selection, "MAX_FILES", 2500)
-    monkeypatch.setattr(selection, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(code_selection, "MAX_FILE", 1000)
+    monkeypatch.setattr(code_selection, "MAX_FILES", 2500)
+    monkeypatch.setattr(code_selection, "MAX_ENTRIES", 20)
     write(here, pack__init="", pack__big="#" * 3000, mine="import pack.big")
     for number in range(4):
         (here / "pack" / f"data{number}.bin").write_bytes(bytes(900))
@@ -323,7 +322,7 @@ def test_data_beside_a_module_is_found_by_its_own_path(here: Path, run: RunDir) 
 def test_files_beside_the_code_that_are_too_many_to_link_are_told(
     here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(code_selection, "MAX_ENTRIES", 3)
     write(here, mine="", one="", two="")
     assert run_code.choose_code(None, job(), here, keep=True).warnings == ()
     write(here, three="")

@@ -14,13 +14,12 @@ from quiet import quiet
 from tula_cli.cli import app
 from tula_cli.cluster import local
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.stopping.other_format import require_known_format
-from tula_cli.cluster.supervise import supervise
-from tula_cli.cluster.watching.lookout import ChangeWatcher
+from tula_cli.cluster.directory_watcher import ChangeWatcher
+from tula_cli.cluster.supervise import require_known_format, supervise
 from tula_cli.errors import BadMeasurements, OtherFormat
+from tula_cli.run import format as run_format
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.run.upkeep import format as run_format
 from tula_cli.services import status as services_status
 from tula_cli.show.screen import Screen
 from tula_cli.version import __version__

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.run.notices import fresh
-from tula_cli.run.notices.fresh import identity, is_listed, wait_until_listed
+from tula_cli.run import file_changes
+from tula_cli.run.file_changes import identity, is_listed, wait_until_listed
 
 
 def refused(*_: object) -> int:
@@ -19,7 +19,7 @@ def refused(*_: object) -> int:
 @pytest.mark.parametrize("call", ["as here", "none", "refused"])
 def test_the_answer_is_that_of_a_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     if call != "as here":
-        monkeypatch.setattr(fresh, "_statx", lambda: refused if call == "refused" else None)
+        monkeypatch.setattr(file_changes, "_statx", lambda: refused if call == "refused" else None)
     file = tmp_path / "a file"
     assert identity(file) is None
     file.write_text("")

@@ -15,8 +15,8 @@ from make_results import Truth, measured
 
 from tula_cli.cli import app
 from tula_cli.errors import CannotWrite, NotYours, SpecError
+from tula_cli.run import owner
 from tula_cli.run.directory import RunDir
-from tula_cli.run.storage import owner
 
 NOBODY = 65534
 COMMANDS = ("status", "logs", "recommend", "train", "cancel", "compare", "profile", "evaluate")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.scripts import copies
-from tula_cli.run.upkeep import package
+from tula_cli.cluster.scripts import methods
+from tula_cli.run import package
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,12 +57,12 @@ def test_the_archive_is_written_once_and_holds_all_of_tula(place: Path) -> None:
 
 
 def test_what_goes_with_scripts_is_copied_out_of_an_archive_too(place: Path, tmp_path: Path) -> None:
-    copies.copy_shim(tmp_path / "folder")
-    copies.copy_optim(tmp_path / "folder")
+    methods.copy_shim(tmp_path / "folder")
+    methods.copy_optim(tmp_path / "folder")
     program = (
-        "import sys; from pathlib import Path; from tula_cli.cluster.scripts import copies;"
-        "from tula_cli.run.upkeep import package; run = Path(sys.argv[1]);"
-        "copies.copy_shim(run); copies.copy_optim(run); print(package.archive(run))"
+        "import sys; from pathlib import Path; from tula_cli.cluster.scripts import methods;"
+        "from tula_cli.run import package; run = Path(sys.argv[1]);"
+        "methods.copy_shim(run); methods.copy_optim(run); print(package.archive(run))"
     )
     assert python(program, place, tmp_path, tmp_path / "archive") == "None"
     left, right = (

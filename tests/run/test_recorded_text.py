@@ -6,19 +6,17 @@ import pytest
 from make_runs import add_failed, add_out_of_memory, attempt, script_spec, spec, summary
 from worker_jobs import train_task
 
-from tula_cli.cluster.scripts.script_training import ScriptTraining
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import Record
-from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
-from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.inspections import ClusterReport, Inspection, NodeReport
 from tula_cli.run.records.jobs import Attempt, Failure
 from tula_cli.run.records.probes import Failed, OutOfMemory, ScriptSeen
 from tula_cli.run.records.recommendations import Recommendation, StartEstimate
-from tula_cli.run.records.rehearsals import Rehearsed
 from tula_cli.run.records.results import Summary
-from tula_cli.run.records.shim import RankResult, ScriptFailure
+from tula_cli.run.records.scripts import RankResult, Rehearsed, ScriptFailure
 from tula_cli.spec.load import validate
-from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.build.data import Position
 from tula_cli.worker.train.metrics import MetricsFile
 
 SECRET = "s3cr3tXYZ9"

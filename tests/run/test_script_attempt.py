@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from tula_cli.run import script_attempt
+from tula_cli.run import file_changes, script_attempt
 from tula_cli.run.files import read_json_lines
-from tula_cli.run.notices import news
 from tula_cli.run.script_attempt import ScriptAttempt
 
 
@@ -36,8 +35,8 @@ def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
 
 def test_the_end_that_is_near_is_told_once(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "t", 1)
-    before = news.news_state(attempt.run)
+    before = file_changes.news_state(attempt.run)
     attempt.announce_end(1234.56)
-    assert news.news_state(attempt.run) not in (None, before), "followers look where there is news"
+    assert file_changes.news_state(attempt.run) not in (None, before), "followers look where there is news"
     attempt.announce_end(9.0)
     assert attempt.ends_at() == 1234.6

@@ -5,7 +5,7 @@ import make_runs as make
 import pytest
 import status as benchmark
 
-from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue, submit
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import files

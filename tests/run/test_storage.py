@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import CannotWrite, DiskFull, StorageFailed
-from tula_cli.host.outcome import classify
-from tula_cli.run import files
+from tula_cli.host.failures import classify
+from tula_cli.run import disk_space, files, shortages
 from tula_cli.run.records.jobs import Shortage
-from tula_cli.run.storage import reserve, shortages, space
 
 FULL_DISK = """
 import json, os, sys
 from pathlib import Path
 from tula_cli.errors import DiskFull
 from tula_cli.run.files import write_atomic
-from tula_cli.run.storage import reserve, shortages, space
+from tula_cli.run import disk_space, shortages
 
 run = Path(sys.argv[1])
-told = {"empty": space.refuses(run)}
-reserve.keep(run)
+told = {"empty": disk_space.refuses(run)}
+shortages.keep(run)
 try:
     write_atomic(run / "large", bytes(2**20))
 except DiskFull as error:
@@ -37,13 +36,13 @@ with open(run / "ballast", "ab", buffering=0) as ballast:
             ballast.write(bytes(4096))
     except OSError:
         pass
-told["full"] = space.refuses(run)
+told["full"] = disk_space.refuses(run)
 try:
     write_atomic(run / "ending.json", b"x" * 5000)
     told["before"] = True
 except DiskFull:
     told["before"] = False
-reserve.give_up(run)
+shortages.give_up(run)
 write_atomic(run / "ending.json", b"x" * 5000)
 told["after"] = (run / "ending.json").stat().st_size
 print(json.dumps(told))
@@ -59,7 +58,7 @@ def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tm
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert (told["empty"], told["full"]) == (0, errno.ENOSPC)
-    assert told["total"] == 2**18 and told["missing"] == 2**20 - (2**18 - reserve.SIZE)
+    assert told["total"] == 2**18 and told["missing"] == 2**20 - (2**18 - shortages.SIZE)
     free = f"0.234 MiB of 0.250 MiB are free where {tmp_path} is"
     assert told["words"] == f"{free}, 1.00 MiB are needed, so 0.766 MiB are missing"
     assert (told["before"], told["after"]) == (False, 5000)
@@ -105,11 +104,11 @@ def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def used_up(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    assert space.refuses(tmp_path, 2**16) == 0
+    assert disk_space.refuses(tmp_path, 2**16) == 0
     monkeypatch.setattr(os, "posix_fallocate", used_up)  # the kernel's answer, which no mount here gives
-    assert space.refuses(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
+    assert disk_space.refuses(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
     monkeypatch.undo()
-    assert space.refuses(tmp_path, 2**62) == errno.ENOSPC
+    assert disk_space.refuses(tmp_path, 2**62) == errno.ENOSPC
 
 
 def test_what_a_process_said_tells_the_folder() -> None:

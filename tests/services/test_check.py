@@ -10,14 +10,13 @@ import pytest
 from fake_slurm import FakeSlurm
 from make_results import Truth, inspected, measured, out_of_memory
 
-from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.partitions import NodeKind, Partition
+from tula_cli.cluster.slurm import site
+from tula_cli.cluster.slurm.site import NodeKind, Partition
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.cluster_reports import Transfer
-from tula_cli.run.records.components import Components, Footprint
-from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.base import Components, Footprint
+from tula_cli.run.records.inspections import Inspection, Transfer
 from tula_cli.run.records.probes import Measured
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
@@ -27,9 +26,9 @@ from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
 from tula_cli.services.nodes import check_node_count, conclude_cluster, start_on_cluster, watch_cluster
 from tula_cli.services.profile import plan_probes
-from tula_cli.services.profiling.expectation import ASSUMED_START, expect_search
+from tula_cli.services.search_cost import ASSUMED_START, expect_search
 from tula_cli.show import check as show_check
-from tula_cli.show import estimate as show_estimate
+from tula_cli.show import check as show_estimate
 from tula_cli.spec.job import JobSpec
 
 MB = 10**6

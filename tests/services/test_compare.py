@@ -21,7 +21,7 @@ from quiet import poll_quickly, quiet
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
-from tula_cli.cluster.scripts.values import learning_rate
+from tula_cli.cluster.scripts.placeholders import learning_rate
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -30,15 +30,15 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
-from tula_cli.services.comparison import accuracy, kept, session, trainings
+from tula_cli.services.comparison import accuracy, session, trainings
 from tula_cli.services.comparison.rows import known_methods, row_of_job
-from tula_cli.services.reporting import compared as compared_document
-from tula_cli.services.reporting import comparison_document, gradient_figures
+from tula_cli.services.reporting import comparison_document, figures
+from tula_cli.services.reporting import comparison_document as compared_document
 from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
-from tula_cli.show.html.document_page import page
+from tula_cli.show.html.page import page
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
 
@@ -808,13 +808,13 @@ def test_the_density_of_factors_lies_at_their_edges() -> None:
         {"samples": 100 * epoch, "diagnostics": {"factors": {"edges": [0.5, 1.0, 2.0], "counts": counts}}}
         for epoch, counts in ((1, [0, 2, 2, 0]), (2, [0, 0, 0, 4]))
     ]
-    (figure,) = gradient_figures.factor_density(gradient_figures.GradientCurve("ags", rows), key="k", title="t")
+    (figure,) = figures.factor_density(figures.GradientCurve("ags", rows), key="k", title="t")
     density = figure.density
     assert density is not None and density.x_edges == (0, 100, 200)
     assert density.y_edges == (0.5, 1, 2, 4)  # half to one, one to two, above two
     assert density.shares == ((0.5, 0.5, 0), (0, 0, 1))
-    nothing = gradient_figures.GradientCurve("ags", [{"samples": 1, "diagnostics": None}])
-    assert list(gradient_figures.factor_density(nothing, key="k", title="t")) == []
+    nothing = figures.GradientCurve("ags", [{"samples": 1, "diagnostics": None}])
+    assert list(figures.factor_density(nothing, key="k", title="t")) == []
 
 
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
@@ -1049,7 +1049,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 ) -> None:
     compared_at(run, seeds=1)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": method}})
-    found = kept.accuracy_evidence(run, spec, batch=batch)
+    found = accuracy.accuracy_evidence(run, spec, batch=batch)
     assert found is not None
     assert (found.outcome, found.gap, found.batch, found.reference_batch, found.seeds) == (outcome, gap, of, 32, 1)
     assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} came out ")
@@ -1058,7 +1058,7 @@ def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
 def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so(run: RunDir) -> None:
     compared_at(run)
     spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "ags"}})
-    found = kept.accuracy_evidence(run, spec, batch=256)
+    found = accuracy.accuracy_evidence(run, spec, batch=256)
     assert found is not None and found.seeds == 2 and found.gap == 0
     assert found.error == pytest.approx(math.sqrt(2)) and found.outcome == "may lose", (
         "two seeds 2 points apart tell little"
@@ -1066,8 +1066,8 @@ def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so
 
 
 def test_of_what_was_not_compared_nothing_is_said(run: RunDir) -> None:
-    assert kept.accuracy_evidence(run, run.spec(), batch=128) is None
+    assert accuracy.accuracy_evidence(run, run.spec(), batch=128) is None
     compared_at(run)
-    assert kept.accuracy_evidence(run, run.spec(), batch=512) is None
+    assert accuracy.accuracy_evidence(run, run.spec(), batch=512) is None
     static = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "static"}})
-    assert kept.accuracy_evidence(run, static, batch=128) is None
+    assert accuracy.accuracy_evidence(run, static, batch=128) is None

@@ -16,19 +16,17 @@ import pytest
 from make_results import Truth, footprint, measured
 from pydantic import TypeAdapter
 
-from tula_cli.cluster.inspection import NotInspectable
-from tula_cli.cluster.kept_inspection import CachedInspection
-from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
+from tula_cli.cluster.inspection import CachedInspection, NotInspectable
+from tula_cli.cluster.scheduler import Queued, SchedulerState
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import Interruption, JobFailed, OverBudget, Pending, SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, write_record
 from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.services import check as services_check
-from tula_cli.services import profile, train
+from tula_cli.services import profile, profiling_rounds, train
 from tula_cli.services.estimate import estimate_all
 from tula_cli.services.events import Event, FirstJobPlanned, ProfilePlanned, follow
-from tula_cli.services.profiling import rounds
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.show import check as show_check
 from tula_cli.show import profile as show_profile
@@ -92,7 +90,7 @@ class World(make.FakeLauncher):
         return Dependencies(lambda _: self, self.inspector(fresh=fresh), confirm)
 
     def profile(self, job: JobSpec | None = None, *, fresh: bool = False) -> Any:
-        work = rounds.run_profile(self.run, job or spec(), self.means(fresh=fresh), WaitPolicy(wait=True))
+        work = profiling_rounds.run_profile(self.run, job or spec(), self.means(fresh=fresh), WaitPolicy(wait=True))
         return follow(work, self.events.append)
 
     def planned(self) -> list[type]:
@@ -189,7 +187,7 @@ def test_what_a_first_job_told_holds_for_the_settings_that_it_has_read(
 
 
 def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None:
-    would = follow(rounds.dry_run(world.run, spec(), world.means()), world.events.append)
+    would = follow(profiling_rounds.dry_run(world.run, spec(), world.means()), world.events.append)
     (text,) = would[None].scripts
     assert "-m tula_cli.worker.measure.inspect" in text
     assert f"#SBATCH --time={first_job.MINUTES}" in text

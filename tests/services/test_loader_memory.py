@@ -9,7 +9,7 @@ from make_results import inspected, spec
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services.check import check
-from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
+from tula_cli.services.job_warnings import NodeMemory, check_memory
 
 MB, GB = 2**20, 2**30
 SAMPLE = {"sample_bytes": MB, "cpus": 8}

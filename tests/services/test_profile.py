@@ -11,7 +11,7 @@ from make_runs import FakeLauncher
 from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
-from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import profile

@@ -18,7 +18,7 @@ from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.models.forecast import Forecast
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.components import PeakMemory
+from tula_cli.run.records.base import PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves

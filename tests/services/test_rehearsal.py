@@ -10,24 +10,23 @@ import pytest
 from make_runs import FakeLauncher
 
 import tula_cli as tula
-from tula_cli.cluster.scripts.script_training import ScriptTraining
-from tula_cli.cluster.scripts.settle import require_resumable
+from tula_cli.cluster.scripts.results import require_resumable
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
-from tula_cli.run.records.rehearsals import Rehearsal, Rehearsed
+from tula_cli.run.records.scripts import Rehearsal, Rehearsed
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
-from tula_cli.services import status
+from tula_cli.services import resume_test, status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
 from tula_cli.services.profile import measured_node_hours
-from tula_cli.services.rehearsal import before_training, rehearse
 from tula_cli.services.waiting import WaitPolicy
 from tula_cli.show import check as show_check
 from tula_cli.show import status as show_status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.scripts.own_script import Length
+from tula_cli.spec.scripts.script import Length
 from tula_cli.spec.signature import rehearsal_signature
 
 RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/x.pth"}
@@ -72,17 +71,15 @@ def train_task(job: JobSpec, **changes: Any) -> TrainTask:
     )  # fmt: skip
 
 
-def training(
-    run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bool = True
-) -> before_training.TrainingStart:
+def training(run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bool = True) -> resume_test.TrainingStart:
     predicted = None if hours is None else make_runs.prediction(2, 64, hours=hours)
-    return before_training.TrainingStart(Part(None, run, job), train_task(job), code(), predicted, wanted)
+    return resume_test.TrainingStart(Part(None, run, job), train_task(job), code(), predicted, wanted)
 
 
-def prepared(found: before_training.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
+def prepared(found: resume_test.TrainingStart, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
     """Return the job that a training waits for, and what was said."""
     said: list[Event] = []
-    return follow(before_training.test_resume_if_due(found, launcher or FakeLauncher(), DETACHED), said.append), said
+    return follow(resume_test.test_resume_if_due(found, launcher or FakeLauncher(), DETACHED), said.append), said
 
 
 # --- what can be rehearsed
@@ -98,27 +95,27 @@ def prepared(found: before_training.TrainingStart, launcher: FakeLauncher | None
 )
 def test_what_cannot_be_rehearsed_is_refused_in_words(tmp_path: Path, job: JobSpec, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        follow(rehearse.run_resume_test(RunDir(tmp_path / "r"), job, lambda _: FakeLauncher()), lambda _: None)
+        follow(resume_test.run_resume_test(RunDir(tmp_path / "r"), job, lambda _: FakeLauncher()), lambda _: None)
 
 
 def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(run: RunDir) -> None:
-    assert rehearse.resume_test_batch(run, spec()) == 100
-    assert rehearse.resume_test_batch(run, spec(reference={"batch": 3})) == 4
-    assert rehearse.resume_test_batch(run, spec(), local_batch=24) == 48
+    assert resume_test.resume_test_batch(run, spec()) == 100
+    assert resume_test.resume_test_batch(run, spec(reference={"batch": 3})) == 4
+    assert resume_test.resume_test_batch(run, spec(), local_batch=24) == 48
     run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 128)))
-    assert rehearse.resume_test_batch(run, spec()) == 128
+    assert resume_test.resume_test_batch(run, spec()) == 128
 
 
 def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) -> None:
     keep(run, "epoch", why="it goes on")
     launcher = FakeLauncher()
-    found = follow(rehearse.run_resume_test(run, spec(), lambda _: launcher), lambda _: None)
+    found = follow(resume_test.run_resume_test(run, spec(), lambda _: launcher), lambda _: None)
     assert (found.kept, found.resumes, launcher.submitted) == (True, "epoch", [])
     shown = list(show_check.rehearsed(found))
     assert shown[-1] == "script.resume.batch: rehearse, which is now epoch" and "it goes on" in shown
     assert show_check.rehearsed_data(found)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
-    assert rehearse.load_finding(run, other, code()) is None, "it was another command line"
+    assert resume_test.load_finding(run, other, code()) is None, "it was another command line"
 
 
 def test_python_has_what_the_command_finds(run: RunDir) -> None:
@@ -131,17 +128,17 @@ def test_python_has_what_the_command_finds(run: RunDir) -> None:
 
 def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
     launcher, part = FakeLauncher(), Part(None, run, spec())
-    first = rehearse.submit_resume_test(part, launcher, code(), batch=None)
-    assert rehearse.submit_resume_test(part, launcher, code(), batch=None) == first
+    first = resume_test.submit_resume_test(part, launcher, code(), batch=None)
+    assert resume_test.submit_resume_test(part, launcher, code(), batch=None) == first
     launcher.says[first.job] = "ended"
-    second = rehearse.submit_resume_test(part, launcher, code(), batch=None)
+    second = resume_test.submit_resume_test(part, launcher, code(), batch=None)
     assert launcher.submitted == [first.job, second.job] and second.id.endswith("-2")
     assert isinstance(run.task(first.id), RehearsalTask) and (first.nodes, first.batch) == (1, 100)
 
 
 def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
     launcher = FakeLauncher()
-    task = rehearse.submit_resume_test(Part(None, run, spec()), launcher, code(), batch=None)
+    task = resume_test.submit_resume_test(Part(None, run, spec()), launcher, code(), batch=None)
     now = status.run_status(run, launcher, now=make_runs.START)
     assert [(job.id, job.kind, job.state) for job in now.jobs] == [(task.job, "rehearse", "running")]
     keep(run, "none")
@@ -153,7 +150,7 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
 
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     keep(run, None, why="not rehearsed: no checkpoint within 30 s")
-    nothing = rehearse.ResumeFinding(
+    nothing = resume_test.ResumeFinding(
         ResumeTestRecords(run.path).records_of(rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
     )
     with pytest.raises(NotRehearsed, match="was not found out: not rehearsed: no checkpoint within 30 s") as error:
@@ -161,13 +158,13 @@ def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
     assert error.value.exit_code == 12
     nothing.require_resumable("job.yaml", "")
     keep(run, "same", number=2)
-    rehearse.load_finding(run, run.spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
+    resume_test.load_finding(run, run.spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
 
 
 def capped(run: RunDir, *, hours: float) -> JobSpec:
     """Return the job with a cap on node-hours, of which a rehearsal has taken half an hour."""
     job = run.spec().model_copy(update={"search": run.spec().search.model_copy(update={"max_node_hours": hours})})
-    task = rehearse.submit_resume_test(Part(None, run, job), FakeLauncher(), code(), batch=None)
+    task = resume_test.submit_resume_test(Part(None, run, job), FakeLauncher(), code(), batch=None)
     run.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
     assert measured_node_hours(run) == 0.5
     return job
@@ -176,9 +173,9 @@ def capped(run: RunDir, *, hours: float) -> JobSpec:
 def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
     job = capped(run, hours=0.6)
     with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a rehearsal may take 0.833"):
-        follow(rehearse.run_resume_test(run, job, lambda _: FakeLauncher(), fresh=True), lambda _: None)
+        follow(resume_test.run_resume_test(run, job, lambda _: FakeLauncher(), fresh=True), lambda _: None)
     enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
-    assert rehearse.describe_cap_exceeded(run, enough) == ""
+    assert resume_test.describe_cap_exceeded(run, enough) == ""
 
 
 def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:
@@ -241,7 +238,7 @@ def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is
 )
 def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, words: str) -> None:
     found = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
-    said = list(before_training._finding_events(rehearse.ResumeFinding(found, setting, kept=True)))
+    said = list(resume_test._finding_events(resume_test.ResumeFinding(found, setting, kept=True)))
     assert [event.text.startswith(words) for event in said if isinstance(event, WarningEvent)] == [True] * bool(words)
 
 

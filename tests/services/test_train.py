@@ -13,8 +13,8 @@ from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtM
 from tula_cli.models.out_of_memory import splits_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
+from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask

@@ -11,9 +11,9 @@ import pytest
 import torch
 from script_ranks import PATIENCE, ROOT, SCRIPTS, SHIM, ScriptRanks
 
-from tula_cli.cluster.scripts.copies import copy_optim
+from tula_cli.cluster.scripts.methods import copy_optim
 from tula_cli.presets import AGS_PRESETS
-from tula_cli.run.records.shim import AgsPlan, ShimPlan
+from tula_cli.run.records.scripts import AgsPlan, ShimPlan
 
 pytestmark = pytest.mark.torch
 SCRIPT = "scalable.py"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tula_cli.cluster.scripts.copies import copy_optim
+from tula_cli.cluster.scripts.methods import copy_optim
 from tula_cli.optim import TulaOptimizer, configured
 from tula_cli.presets import AGS_PRESETS, DIVIDING
-from tula_cli.run.records.shim import AgsPlan, ShimPlan
+from tula_cli.run.records.scripts import AgsPlan, ShimPlan
 from tula_cli.shim.tula_shim.hooks import ags_steps
 from tula_cli.shim.tula_shim.hooks.ags_steps import AgsSteps, CannotScaleError
 from tula_cli.shim.tula_shim.hooks.ddp_split import DdpSplit

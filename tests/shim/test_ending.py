@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.run.records.shim import ShimPlan
+from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.shim.tula_shim import stopping
 from tula_cli.shim.tula_shim.hooks.failing import batch_norm, class_name, listen, of_a_launcher, write_failure
 from tula_cli.shim.tula_shim.place import own_rank, world

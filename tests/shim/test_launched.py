@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script_ranks import PATIENCE, SCRIPTS, SHIM
 
-from tula_cli.run.records.shim import ScriptFailure, ShimPlan
+from tula_cli.run.records.scripts import ScriptFailure, ShimPlan
 
 pytestmark = pytest.mark.torch
 

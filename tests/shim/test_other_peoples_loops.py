@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from script_ranks import ScriptRanks
 
-from tula_cli.cluster.scripts.put_aside import put_aside_probe_files
+from tula_cli.cluster.scripts.watch import put_aside_probe_files
 from tula_cli.models.claims import epoch_samples, mismatches
-from tula_cli.run.records.shim import Expected, ShimPlan
+from tula_cli.run.records.scripts import Expected, ShimPlan
 from tula_cli.run.script_attempt import ScriptAttempt
 
 pytestmark = pytest.mark.torch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.run.records.shim import Expected, ShimPlan
+from tula_cli.run.records.scripts import Expected, ShimPlan
 from tula_cli.shim.tula_shim.plan import Plan, PlanError, read_plan
 
 GIVEN = {"version": 1, "task": "probe", "folder": "/run/x"}

@@ -6,7 +6,7 @@ import pytest
 from script_ranks import ScriptRanks
 
 from tula_cli.models.claims import RateSeen, joint_steps, mismatches, scales_itself
-from tula_cli.run.records.shim import Expected, RankResult, ShimPlan
+from tula_cli.run.records.scripts import Expected, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
 

@@ -9,7 +9,7 @@ import pytest
 from script_ranks import ScriptRanks
 
 from tula_cli.models.claims import clean_steps, mismatches
-from tula_cli.run.records.shim import Expected, ShimPlan
+from tula_cli.run.records.scripts import Expected, ShimPlan
 
 pytestmark = [pytest.mark.torch, pytest.mark.proof]
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 from script_ranks import ScriptRanks
 
-from tula_cli.run.records.shim import Heartbeat, RankResult, ShimPlan
+from tula_cli.run.records.scripts import Heartbeat, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
 

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from tula_cli.show.canvas import Curve, draw
+from tula_cli.show.plots import Curve, draw
 
 TICKS = {0.0: "32", 1.0: "64", 2.0: "128"}
 

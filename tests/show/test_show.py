@@ -15,7 +15,7 @@ from tula_cli.errors import JobFailed, Pending, Problem, SpecError
 from tula_cli.models import efficiency
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.time.changes import step_change
+from tula_cli.models.time import changes
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.probes import ScriptSeen
@@ -524,7 +524,7 @@ def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the
     end = printed(show_train.summary(make.summary(changes=(change,))))
     assert [" ".join(text.split()).count(said) for text in (status, end)] == [1, 1]
     faster = change.model_copy(update={"before": change.after, "after": change.before, "cost_more": -0.5})
-    text = step_change.describe_step_change(faster)
+    text = changes.describe_step_change(faster)
     assert "(-33 %): the network is faster" in text and text.endswith("0.500 USD less")
 
 

@@ -171,7 +171,7 @@ def test_a_training_outlives_a_partition_of_the_network(
 HANGING = """
 import os, pathlib, time
 from emulated import Waiting
-from tula_cli.worker.train.watching import hang_watch
+from tula_cli.worker.train import hang_watch
 hang_watch.MIN_LIMIT = 3.0
 
 class Hanging(Waiting):

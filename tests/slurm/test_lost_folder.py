@@ -13,7 +13,7 @@ from driver import Tula
 from faults import in_mounts_of
 from test_recovery import ONE, attempts, finished, submit, waiting
 
-from tula_cli.cluster.stopping.repeated import MAX_SECONDS
+from tula_cli.cluster.supervise import MAX_SECONDS
 
 from conftest import JOB  # isort: skip
 

@@ -7,11 +7,10 @@ from pydantic import ValidationError
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, program, render
 from tula_cli.spec.scripts.recognition import recognise
-from tula_cli.spec.scripts.section import length_words, samples
-from tula_cli.spec.scripts.section import steps as steps_of
+from tula_cli.spec.scripts.script import Script, length_words, samples
+from tula_cli.spec.scripts.script import steps as steps_of
 from tula_cli.spec.signature import signature, train_signature
 
 COMMAND = "train.py -b {local_batch} --lr {lr}"

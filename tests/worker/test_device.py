@@ -12,14 +12,14 @@ import torch
 from worker_jobs import probe_task, spec, train_task
 
 from tula_cli.errors import JobFailed, NoGpu
-from tula_cli.host.outcome import advice, classify
+from tula_cli.host.failures import advice, classify
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 from tula_cli.worker import device, ranks
 from tula_cli.worker.__main__ import run_task
-from tula_cli.worker.build import datasets
+from tula_cli.worker.build import data
 from tula_cli.worker.device import Clock, gpu_count, pick_device
 from tula_cli.worker.ranks import Ranks
 
@@ -195,7 +195,7 @@ def test_a_rank_is_configured_before_anything_of_the_users_is_built(
         raise Built(torch.are_deterministic_algorithms_enabled())
 
     monkeypatch.setattr(ranks, "process_group", joined)
-    monkeypatch.setattr(datasets, "build_datasets", built)
+    monkeypatch.setattr(data, "build_datasets", built)
     job = spec(train={"deterministic": True})
     for task in (train_task(job), probe_task(job, 8)):
         torch.use_deterministic_algorithms(False)

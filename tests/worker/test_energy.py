@@ -12,7 +12,7 @@ from worker_jobs import spec, train_task
 
 from tula_cli.run.directory import RunDir
 from tula_cli.worker import energy
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.device import Clock
 from tula_cli.worker.energy import EnergyMeter, TrainingEnergy
 from tula_cli.worker.entry import run_training

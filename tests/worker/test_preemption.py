@@ -12,7 +12,7 @@ from worker_jobs import LeavesAt, final_weights, rows, same, spec, train_task
 
 from tula_cli.run.directory import RunDir
 from tula_cli.worker import preemption
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks

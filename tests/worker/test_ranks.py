@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from worker_jobs import spec
 
+from tula_cli.host.machine import cpu_quota
 from tula_cli.host.network import free_port
-from tula_cli.host.processor import cpu_quota
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.spec.resources import Cluster

@@ -12,11 +12,10 @@ from typing import Annotated, Any, TextIO, get_args
 
 import typer
 
-from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
+from tula_cli.cli import check, clean, compare, diff, evaluate, export, profile, recommend, report, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
-from tula_cli.cli.outputs import diff, export, run_report
 from tula_cli.errors import DiskFull, SpecError, TulaError
-from tula_cli.run.storage.space import FULL
+from tula_cli.run.disk_space import FULL
 from tula_cli.show.screen import Screen, spell_in_ascii
 from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
@@ -38,7 +37,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     train.train: "tula train --nodes 4 --batch 1024",
     evaluate.evaluate: "tula evaluate --weights best",
     compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
-    run_report.report: "tula report --html report.html",
+    report.report: "tula report --html report.html",
     status.status: "tula status --run digits-1f0c5b7e",
     status.list_: "tula list --run-dir /scratch/tula-runs",
     status.logs: "tula logs --follow",

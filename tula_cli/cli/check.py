@@ -12,13 +12,13 @@ from tula_cli.cli.runs import load, open_run
 from tula_cli.cli.waiting import done, inspector, refuse, warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import check as show_check
-from tula_cli.show import estimate as show_estimate
+from tula_cli.show import check as show_estimate
 from tula_cli.show import screen as show_screen
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.services.new_job.from_command import FromCommand
+    from tula_cli.services.init import FromCommand
     from tula_cli.spec.job import JobSpec
 
 # --- the commands
@@ -54,17 +54,14 @@ def init(
     if hooks:
         return _write_hooks(screen, command or script, force=force)
     refuse(command is not None and script is not None, "--from-command", "and --from-sbatch exclude each other")
-    from tula_cli.cluster.slurm import partitions as site
+    from tula_cli.cluster.slurm import site
     from tula_cli.host import devices
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-    from tula_cli.services.new_job.for_editors import with_schema
-    from tula_cli.services.new_job.from_command import job_from_command
-    from tula_cli.services.new_job.from_sbatch import job_from_sbatch
-    from tula_cli.services.new_job.from_template import job_from_template
+    from tula_cli.services.init import job_from_command, job_from_sbatch, job_from_template, with_schema
     from tula_cli.spec.job import describe_training_method
     from tula_cli.spec.load import validate
     from tula_cli.spec.methods import describe_method
-    from tula_cli.spec.scripts.section import default_train
+    from tula_cli.spec.scripts.script import default_train
     from tula_cli.spec.yaml_text import parse_yaml
 
     if output.exists() and not force:
@@ -112,7 +109,7 @@ def _read_script(path: Path) -> str:
 
 def _asking(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
     """Return the job, after asking on a terminal for what the command does not tell; without one that is an error."""
-    from tula_cli.services.new_job.from_command import LENGTH_QUESTION
+    from tula_cli.services.init import LENGTH_QUESTION
     from tula_cli.spec.scripts.launchers import Unknown
 
     asks = sys.stdin.isatty() and not screen.as_json
@@ -261,8 +258,8 @@ def _refuse_all(given: dict[str, bool], *, to: str) -> None:
 
 
 def _check_site(screen: Screen, file: Path | None, *, run_setup: bool) -> None:
-    from tula_cli.services.node_check.site_check import check_site
-    from tula_cli.show.outputs.site_findings import site_check
+    from tula_cli.services.site_check import check_site
+    from tula_cli.show.check import site_check
 
     found = check_site(file, run_setup=run_setup)
     screen.answer(found, site_check(found))
@@ -306,7 +303,7 @@ def _rehearse(
 ) -> None:
     from tula_cli.cluster import launcher
     from tula_cli.run.jobfile import settings_origin
-    from tula_cli.services.rehearsal import rehearse as service
+    from tula_cli.services import resume_test as service
 
     run, spec = open_run(screen, job, None, root, overrides)
     file = settings_origin(run, job, overrides or ())

@@ -10,8 +10,8 @@ import typer
 from tula_cli.cli.options import RUNS, Root, Yes
 from tula_cli.cli.runs import age, find_run
 from tula_cli.errors import BadMeasurements, Pending, SpecError
+from tula_cli.show import clean as show_clean
 from tula_cli.show.screen import Screen
-from tula_cli.show.upkeep import clean as show_clean
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import RunDir
@@ -40,7 +40,7 @@ def clean(
 
     Results, metrics and recommendations stay, and so does what a training goes on from. A run with a live job is left as it is.
     """
-    from tula_cli.services.upkeep import clean as service
+    from tula_cli.services import clean as service
 
     long = None if older is None else age(older, "--older")
     found = service.measure_runs(_runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long)
@@ -70,9 +70,9 @@ def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[Run
         NotYours: one that is named is another user's.
         OtherFormat: it is in a format that this tula does not read.
     """
+    from tula_cli.run import format as run_format
+    from tula_cli.run import owner
     from tula_cli.run.directory import RunDir
-    from tula_cli.run.storage import owner
-    from tula_cli.run.upkeep import format as run_format
 
     if not named:
         if root != RUNS and not root.is_dir():

@@ -151,7 +151,7 @@ def _answer(
     if html is not None:
         from tula_cli.run.files import MODE_FOR_ALL, write_atomic
         from tula_cli.services.reporting.comparison_document import document_of_comparison
-        from tula_cli.show.html.document_page import page
+        from tula_cli.show.html.page import page
 
         write_atomic(html, page(document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL)
         screen.note(f"wrote {words.near(html)}")

@@ -44,7 +44,7 @@ def evaluate(
 
     What is known already is told again; tula status tells it too.
     """
-    from tula_cli.services.evaluation import evaluate as service
+    from tula_cli.services import evaluate as service
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
     run, spec = open_run(screen, job, named, root, overrides)

@@ -38,8 +38,8 @@ def profile(
     The same command again attaches to what is under way, does what is missing, and stops.
     """
     from tula_cli.run.jobfile import settings_origin
-    from tula_cli.run.storage.owner import require_own
-    from tula_cli.services.profiling import rounds
+    from tula_cli.run.owner import require_own
+    from tula_cli.services import profiling_rounds
     from tula_cli.services.waiting import WaitPolicy
 
     run, spec = open_run(screen, job, named, root, overrides)
@@ -48,12 +48,13 @@ def profile(
     own = dependencies(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if dry_run:
-        would = done(screen, rounds.dry_run(run, spec, own))
+        would = done(screen, profiling_rounds.dry_run(run, spec, own))
         return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))
     found = done(
-        screen, rounds.run_profile(run, spec, own, wait_policy, file=settings_origin(run, job, overrides or ()))
+        screen,
+        profiling_rounds.run_profile(run, spec, own, wait_policy, file=settings_origin(run, job, overrides or ())),
     )
-    if isinstance(found, rounds.SubmittedProbes):
+    if isinstance(found, profiling_rounds.SubmittedProbes):
         return detached(screen, run, found, {"plan": tables.data_by_type(found.plans)})
     screen.status = "partial" if found.partial else screen.status
     data = tables.data_by_type(found.reports)

@@ -51,8 +51,7 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
 
 def list_(screen: Screen, root: Root = RUNS) -> None:
     """List the runs, last changed first."""
-    from tula_cli.run import files
-    from tula_cli.run.storage import owner
+    from tula_cli.run import files, owner
     from tula_cli.services.progress import listing
 
     if root != RUNS and not root.is_dir():

@@ -85,7 +85,7 @@ def _trained(screen: Screen, training: "PreparedTraining", found: "Summary") -> 
 
 
 def _dry_run(screen: Screen, training: "PreparedTraining", own: "Dependencies") -> None:
-    from tula_cli.cluster.scheduling.chains import nodes_of_links
+    from tula_cli.cluster.chains import nodes_of_links
 
     plan: TrainPlan = training.plan
     scripts = [own.launcher_for(training.part.spec).script(training.part.run, plan.task)]

@@ -16,7 +16,7 @@ from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.cluster.kept_inspection import CachedInspection
+    from tula_cli.cluster.inspection import CachedInspection
     from tula_cli.run.directory import RunDir
     from tula_cli.services.events import Event, NodeCheckProgress, Note, Planned, WarningEvent, Work
     from tula_cli.services.waiting import Dependencies, DetachedJobs
@@ -91,7 +91,7 @@ def dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool
 def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":
     """Return what inspects jobs, and remembers under `root` what it found."""
     from tula_cli.cluster import inspection
-    from tula_cli.cluster.kept_inspection import CachedInspection
+    from tula_cli.cluster.inspection import CachedInspection
 
     return CachedInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
-from tula_cli.cluster.scheduling.protocol import END_SIGNALS, WARNING_SIGNALS, Scheduler
+from tula_cli.cluster.scheduler import END_SIGNALS, WARNING_SIGNALS, LocalScheduler, Scheduler
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass

@@ -10,28 +10,33 @@ from pathlib import Path
 
 from tula_cli.cluster import exit_reason
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
-from tula_cli.cluster.exit_reason import ExitReason, RankExit
-from tula_cli.cluster.forkserver import RankCommand
-from tula_cli.cluster.group import RankGroup, RankSpawner
-from tula_cli.cluster.rank_start import RankStart, first_rank, ranks_of, runs_script, visible_gpus
+from tula_cli.cluster.directory_watcher import ChangeWatcher
+from tula_cli.cluster.exit_reason import ExitReason, RankExit, reason_by_supervisors
+from tula_cli.cluster.node_log import cap_log, log_path
+from tula_cli.cluster.rank_processes import (
+    RankCommand,
+    RankGroup,
+    RankSpawner,
+    RankStart,
+    first_rank,
+    ranks_of,
+    runs_script,
+    visible_gpus,
+)
 from tula_cli.cluster.relaunch import is_finished
-from tula_cli.cluster.scripts.printed_metrics import describe_missing_step
-from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
+from tula_cli.cluster.scripts.training import ScriptTraining, describe_missing_step
 from tula_cli.cluster.scripts.watch import ScriptWatch
-from tula_cli.cluster.stopping.last_words import reason_by_supervisors
-from tula_cli.cluster.watching.lookout import ChangeWatcher
-from tula_cli.cluster.watching.node_log import cap_log, log_path
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
+from tula_cli.host.failures import names_cause
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import names_cause
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_run_gone
+from tula_cli.run.package import upgraded
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
-from tula_cli.run.upkeep.submitted_with import upgraded
 from tula_cli.spec.signature import cluster_signature
 from tula_cli.version import __version__
 

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from tula_cli.cluster.batch_launcher import BatchLauncher
 from tula_cli.cluster.local import LocalLauncher
-from tula_cli.cluster.scheduling.batch_launcher import BatchLauncher
-from tula_cli.cluster.scheduling.protocol import SchedulerState
-from tula_cli.cluster.scheduling.schedulers import scheduler_of
+from tula_cli.cluster.scheduler import SchedulerState
+from tula_cli.cluster.schedulers import scheduler_of
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
 from tula_cli.host import interrupts

@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL
-from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
-from tula_cli.cluster.scheduling.protocol import JobRequest, SchedulerState
+from tula_cli.cluster.scheduler import JobRequest, LocalScheduler, SchedulerState
 from tula_cli.errors import JobFailed
 from tula_cli.host import devices, machine_lock
 from tula_cli.host.processes import start_time
+from tula_cli.run import package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import ProbeTask, Task
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.run.upkeep import package
 from tula_cli.version import __version__
 from tula_cli.words import moment, plural
 
-JOB_MODULE, SUPERVISOR = "tula_cli.cluster.scheduling.in_job", "tula_cli.cluster.supervise"
+JOB_MODULE, SUPERVISOR = "tula_cli.cluster.job_main", "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
 MAX_SILENCE = 3600.0
 """Seconds without a sign of life, which it gives each minute, after which a job of another machine is taken for lost."""

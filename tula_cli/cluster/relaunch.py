@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_start import runs_script
-from tula_cli.cluster.scripts.cuts import possible_micro_batches as script_micro_batches
-from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.outcome import advice, is_missing_gpu
-from tula_cli.models.choice.early_end import shortened
+from tula_cli.cluster.rank_processes import runs_script
+from tula_cli.cluster.scripts.training import possible_micro_batches as script_micro_batches
+from tula_cli.host.failures import FAILURE_KINDS, advice, is_missing_gpu
+from tula_cli.models.choice.early_stopping import shortened
 from tula_cli.models.cost import cost
 from tula_cli.models.out_of_memory import Fallback, cannot_accumulate, next_fallback
 from tula_cli.run.directory import RunDir

@@ -8,7 +8,10 @@ Of the supervisors of a job that of index 0 is the leader; the followers do what
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +20,20 @@ from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, close_record, job_deadline, open_attempt
-from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.group import RankSpawner
+from tula_cli.cluster.chains import start_delay
+from tula_cli.cluster.directory_watcher import ChangeWatcher
+from tula_cli.cluster.exit_reason import (
+    ExitReason,
+    failure_of_follower,
+    keep_traceback,
+    reason_by_supervisors,
+    reason_of_error,
+    record_supervisor_failure,
+)
+from tula_cli.cluster.full_disk import hold_chain, resume_with_space
 from tula_cli.cluster.local import machine_ticket
-from tula_cli.cluster.rank_start import first_rank, rendezvous_address, runs_script, world_size
+from tula_cli.cluster.node_log import RankOutput
+from tula_cli.cluster.rank_processes import RankSpawner, first_rank, rendezvous_address, runs_script, world_size
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
     COUNTED_OUTCOMES,
@@ -35,34 +48,158 @@ from tula_cli.cluster.relaunch import (
     reconsider_reason,
     write_summary,
 )
-from tula_cli.cluster.scheduling.chains import start_delay
-from tula_cli.cluster.scheduling.protocol import DelaysJobs, Scheduler, exclude_nodes
-from tula_cli.cluster.scripts.settle import leader_command, recover_lost_attempt, require_resumable, settle_attempt
+from tula_cli.cluster.scheduler import DelaysJobs, Scheduler, exclude_nodes
+from tula_cli.cluster.scripts.results import leader_command, recover_lost_attempt, require_resumable, settle_attempt
 from tula_cli.cluster.slurm import sbatch
-from tula_cli.cluster.stopping.full_disk import hold_chain, resume_with_space
-from tula_cli.cluster.stopping.last_words import (
-    failure_of_follower,
-    keep_traceback,
-    reason_by_supervisors,
-    reason_of_error,
-    record_supervisor_failure,
-)
-from tula_cli.cluster.stopping.other_format import require_known_format
-from tula_cli.cluster.stopping.repeated import MAX_SECONDS, describe_crash_loop
-from tula_cli.cluster.watching.job_exports import export_meanwhile
-from tula_cli.cluster.watching.lookout import ChangeWatcher
-from tula_cli.cluster.watching.node_log import RankOutput
-from tula_cli.errors import JobFailed, TulaError
-from tula_cli.host.failure_kinds import FAILURE_KINDS
+from tula_cli.errors import JobFailed, OtherFormat, TulaError
+from tula_cli.host.failures import FAILURE_KINDS
 from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, make_mark
 from tula_cli.host.machine_lock import TicketHolder
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import start_time
+from tula_cli.run import format as run_format
+from tula_cli.run import shortages
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import pin_run
+from tula_cli.run.files import list_files, open_to_append, pin_run, read_content
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
-from tula_cli.run.storage import reserve
+
+# --- Crash loops
+
+MAX_SECONDS = 30.0
+"""Seconds from the start of the ranks, in which Python, torch and the user's code are imported and the first steps begin."""
+_CRASH_SIGNALS = re.compile(r"\bSIG(?:SEGV|ABRT|BUS|ILL|FPE)\b|\bexitcode *: *-(?:11|6|7|4|8)\b")
+"""Signals by which a program ends itself. Any other comes from outside, and may come at any time."""
+
+
+def _normalized_message(attempt: Attempt) -> str:
+    """Return the message of an attempt without what differs from process to process: numbers and hosts."""
+    return re.sub(r"\d+", "", attempt.message.replace(attempt.host or "\0", ""))
+
+
+def describe_crash_loop(attempts: Sequence[Attempt], progress: int) -> str:
+    """Say why a training must not be started again; empty where it may.
+
+    Args:
+        attempts: its attempts, oldest first; the last one has ended.
+        progress: samples that have been trained for good by now.
+    """
+    if len(attempts) < 2:
+        return ""
+    previous, last_attempt = attempts[-2:]
+    if (
+        last_attempt.outcome is None
+        or last_attempt.outcome == "done"
+        or not FAILURE_KINDS[last_attempt.outcome].final_if_again
+    ):
+        return ""
+    if last_attempt.outcome == "signal" and not (
+        _CRASH_SIGNALS.search(last_attempt.message) and _CRASH_SIGNALS.search(previous.message)
+    ):
+        return ""
+    seconds = [(attempt.ended_at or attempt.started_at) - attempt.started_at for attempt in (previous, last_attempt)]
+    alike = previous.outcome == last_attempt.outcome and previous.progress == last_attempt.progress == progress
+    if not alike:
+        return ""
+    if (
+        last_attempt.reached is not None
+        and last_attempt.reached == previous.reached
+        and _normalized_message(last_attempt) == _normalized_message(previous)
+    ):
+        return (
+            f"twice the same after {last_attempt.reached} samples from the same checkpoint, so it is not started again"
+        )
+    if max(seconds) > MAX_SECONDS:
+        return ""
+    return f"twice the same within {max(1.0, *seconds):.0f} s of a start, so it is not started again"
+
+
+# --- Runs of another format
+
+
+def require_known_format(run: Path, allocation: Allocation) -> None:
+    """See that this tula reads a run's format; where it does not, hold what waits of the chain, and change nothing else.
+
+    Raises:
+        OtherFormat: it does not.
+        TulaError: what tells the format cannot be read.
+    """
+    try:
+        run_format.require_known(run)
+    except OtherFormat:
+        waiting = _later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
+        if waiting:  # each would end like this one, and the chain would be gone in a minute
+            scheduler = allocation.scheduler
+            complaint = scheduler.hold(waiting)
+            ids = ",".join(waiting)
+            message = (
+                f"could not be held: {complaint}"
+                if complaint
+                else f"are held: {scheduler.release_command} {ids} lets them go on"
+            )
+            sys.stderr.write(f"tula: the jobs of the chain that wait ({ids}) {message}\n")
+        raise
+
+
+def _later_jobs(run: Path, job_id: str) -> Sequence[str]:
+    """Return the jobs of a chain after one of them, by what any format's records are expected to have."""
+    with contextlib.suppress(TulaError, OSError, ValueError, RecursionError):
+        for path in list_files(run / "jobs"):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                links = [str(link) for link in json.loads(read_content(path))["links"]]
+                if job_id in links:
+                    return links[links.index(job_id) + 1 :]
+    return ()
+
+
+# --- Export to trackers beside a training
+
+PATIENCE = 20.0
+"""Seconds for its last look, less than SLURM leaves between SIGTERM and SIGKILL."""
+
+
+@contextlib.contextmanager
+def export_meanwhile(run: RunDir, task_id: str, environ: Mapping[str, str], *, leader: bool) -> Iterator[None]:
+    """Have the run sent to trackers meanwhile, where its training asks for that. What goes wrong there goes to its log alone.
+
+    Args:
+        run: the run.
+        task_id: of what is supervised.
+        environ: the environment of the process; it touches no GPU.
+        leader: whether this is the one supervisor of several that does.
+    """
+    task = run.task(task_id) if leader else None
+    if not isinstance(task, TrainTask) or all(export.by != "job" for export in task.spec.export):
+        yield
+        return
+    environment = {
+        **{name: value for name, value in environ.items() if name != MARK_VARIABLE},
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "tula_cli.services.exporting", str(run.path.absolute()), "job"]
+    process = None
+    with contextlib.suppress(OSError, TulaError), open_to_append(run.path / "exports" / "job.log") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd=task.workdir,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        yield
+    finally:
+        if process is not None and process.stdin is not None:
+            process.stdin.close()  # it looks once more
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+            process.kill()
+            process.wait()
+
+
+# --- The supervisor
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 300.0
 """Seconds before new processes after a failure of the storage or a limit of the host: the first pause, and the longest."""
@@ -144,7 +281,7 @@ class Supervisor:
 
     def record_own_failure(self, error: Exception, task_id: str) -> None:
         """Write down what has failed in this supervisor itself, so that nobody takes it for one that was killed."""
-        reserve.give_up(self.run.path)
+        shortages.give_up(self.run.path)
         task, attempt = self._under_way or (newest_task(self.run, task_id), None)
         reason = reason_of_error(error, self.run, task)
         if reason.outcome == "storage" and self._prompt and time.time() < self.since + MAX_SECONDS:
@@ -204,7 +341,7 @@ class Supervisor:
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
                 self._release_small_links(task)
                 return  # the first link with as many nodes goes on
-            reserve.keep(self.run.path)
+            shortages.keep(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
             attempt = self._with_trainings(attempt)
             self._under_way = (task, attempt)
@@ -259,7 +396,7 @@ class Supervisor:
     def _reconsider(self, task: Task, attempt: Attempt, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
         """Return why an attempt ended, where the chain has to stop with what was done about that."""
         if reason.outcome == "disk":
-            reserve.give_up(self.run.path)  # to write that down
+            shortages.give_up(self.run.path)  # to write that down
             return hold_chain(reason, self._later_links(task), self.allocation.scheduler)
         if not isinstance(task, TrainTask):
             return reason

@@ -8,8 +8,8 @@ from statistics import fmean, median
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.run.records.probes import Measured, ScriptSeen
-from tula_cli.run.records.shim import LearningRates, RankResult, ScriptStep
-from tula_cli.spec.parts.of_search import LEAST_STEPS
+from tula_cli.run.records.scripts import LearningRates, RankResult, ScriptStep
+from tula_cli.spec.sections import LEAST_STEPS
 
 _USUAL = 0.5  # what goes on in more than this share of the steps is how the script steps, not a disturbance
 _SAME_POWER = 0.1  # between two exponents of the batch

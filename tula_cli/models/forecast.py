@@ -10,8 +10,7 @@ import numpy as np
 
 from tula_cli.errors import Infeasible
 from tula_cli.models import interruptions, power
-from tula_cli.models.choice.columns import Flags, Ints, by_value, columns, in_columns
-from tula_cli.models.choice.grid import Config, configs, places
+from tula_cli.models.choice.grid import Config, Flags, Ints, by_value, columns, configs, in_columns, places
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, found_at
 from tula_cli.models.memory import memory
@@ -29,8 +28,7 @@ from tula_cli.models.observations import (
 from tula_cli.models.out_of_memory import cannot_accumulate, rules_out, smallest_ruled_out, splits_of
 from tula_cli.models.overheads import OverheadModel, median_shutdown
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stage_nodes import Worth
-from tula_cli.models.ramp.stage_times import StageTimes, change_costs
+from tula_cli.models.ramp.stage_nodes import StageTimes, Worth, change_costs
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers
@@ -42,7 +40,7 @@ from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.run.records.results import Save
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import plural
 
 _BLOCK = 8192

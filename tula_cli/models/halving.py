@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp import of_arms
+from tula_cli.models.ramp import stages
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Ags, Arm
@@ -250,7 +250,7 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     if not rungs:
         return TuningPlan(0, 0, holdout)
     size, after = dataset_size - holdout, spec.auto.after
-    beginning = Ramp(of_arms.stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
+    beginning = Ramp(stages.stages_of_training(spec, arms[0], batch=batch, size=size)).remaining_steps(
         size=size, epochs=after
     )
     samples = _count_samples(beginning)
@@ -267,7 +267,7 @@ def count_trained_samples(spec: JobSpec, arm: Arm, *, batch: int, rung: int, siz
     """
     start = spec.auto.after * size
     length = branch_samples(spec, rung, len(arms_of_training(spec, batch)), size)
-    ramp = Ramp(of_arms.stages_of_branch(spec, arm, batch=batch, start=start, length=length))
+    ramp = Ramp(stages.stages_of_branch(spec, arm, batch=batch, start=start, length=length))
     epoch, samples_done, trained = spec.auto.after, 0, 0
     while True:
         steps = next(ramp.steps_of_epoch(epoch, samples_done=samples_done, size=size), None)

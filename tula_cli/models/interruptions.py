@@ -9,7 +9,7 @@ from typing import Any
 from tula_cli.models.cost import TrainingTime, script_seconds
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.own_script import Script
+from tula_cli.spec.scripts.script import Script
 from tula_cli.words import duration, plural
 
 

@@ -15,7 +15,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import place, plural
 
 T = TypeVar("T", Measured, OutOfMemory, Failed)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tula_cli.run.records.micro_batches import MicroBatches, Splits
+from tula_cli.run.records.base import MicroBatches, Splits
 from tula_cli.spec.job import JobSpec
 
 Number = Any

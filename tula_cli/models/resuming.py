@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.run.records.rehearsals import Phase, Rehearsed, Verdict
+from tula_cli.run.records.scripts import Phase, Rehearsed, Verdict
 from tula_cli.words import duration, number, percent
 
 LR_TOLERANCE = 0.01

@@ -13,9 +13,8 @@ import numpy as np
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.time.mixture import StepModel
-from tula_cli.models.time.overlap import Overlap
-from tula_cli.models.time.priors import Floats
+from tula_cli.models.time.formulas import Floats
+from tula_cli.models.time.mixture import Overlap, StepModel
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.words import plural
 

@@ -15,16 +15,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tula_cli.errors import SpecError, TulaError
+from tula_cli.run import code_selection
+from tula_cli.run import format as run_format
+from tula_cli.run.code_selection import Selection, behind_imports, beyond, entries
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, publish_folder
-from tula_cli.run.imports import Source, digest_of_files, files_of_imports, import_strings
+from tula_cli.run.imports import Source, digest_of_files, files_of_imports, import_strings, weights_digest, with_weights
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
-from tula_cli.run.source import git
-from tula_cli.run.source.command_file import NoCommandFile, label, modules_of, words_of
-from tula_cli.run.source.script_files import of_script, remarks
-from tula_cli.run.source.selection import Selection, behind_imports, beyond, entries
-from tula_cli.run.source.weights_file import weights_digest, with_weights
-from tula_cli.run.upkeep import format as run_format
+from tula_cli.run.script_files import NoCommandFile, label, modules_of, of_script, remarks, words_of
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 
@@ -210,7 +208,7 @@ def _snapshot_record(selection: Selection, name: str, source: Source) -> CodeSna
         [file.relative_to(base) for file in files] for files in (selection.modules, selection.others)
     )
     copied = [*modules, *other_files] if selection.exact else [Path(module.parts[0]) for module in modules]
-    commit, dirty, diff = git.state(base, copied)
+    commit, dirty, diff = code_selection.state(base, copied)
     return CodeSnapshot(
         name=name,
         digest=source.digest,

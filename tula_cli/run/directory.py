@@ -4,6 +4,7 @@ One file, one writer, replaced whole: a draft named after host and pid, flush, f
 file or the new one, never half of either, on NFS and Lustre too.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import BinaryIO
 from pydantic import TypeAdapter
 
 from tula_cli.run import parsed_spec
-from tula_cli.run.cluster_checks import ClusterChecks
+from tula_cli.run.file_changes import is_listed, touch_news, write_with_news
 from tula_cli.run.files import (
     list_files,
     make_folder,
@@ -24,21 +25,75 @@ from tula_cli.run.files import (
     write_record,
 )
 from tula_cli.run.lock import SubmissionLock
-from tula_cli.run.notices.fresh import is_listed
-from tula_cli.run.notices.news import touch_news, write_with_news
+from tula_cli.run.owner import other, require_own, require_run
+from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, probe_id
 from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
-from tula_cli.run.storage.owner import other, require_own, require_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.signature import signature
 from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
+
+# --- Checks of the cluster
+
+
+class ClusterChecks:
+    """The checks of one run.
+
+    Args:
+        path: their folder, which may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write_token(self, task_id: str, token: str) -> None:
+        """Leave what the nodes have to find: they see this folder, and not another one of the same name."""
+        write_atomic(self.path / f"{task_id}.token", f"{token}\n")
+
+    def token(self, task_id: str) -> str:
+        return read_text(self.path / f"{task_id}.token")
+
+    def sign_in(self, task_id: str, rank: int, host: str) -> None:
+        """Show whoever started a check that this rank's node can write here.
+
+        Raises:
+            TulaError: it cannot.
+        """
+        write_atomic(self.path / f"{task_id}.{rank:04d}.here", f"{host}\n")
+
+    def signed_in(self, task_id: str) -> dict[int, str]:
+        """Return the hosts of a check's ranks that could write here."""
+        return {int(path.name.split(".")[-2]): read_text(path) for path in list_files(self.path, f"{task_id}.*.here")}
+
+    def write_report(self, report: ClusterReport) -> None:
+        write_record(self.path / f"{report.id}.json", report)
+
+    def write_draft(self, report: ClusterReport) -> None:
+        """Keep what is known before the network is tried, which may end the ranks."""
+        write_record(self.path / f"{report.id}.draft", report)
+
+    def draft(self, task_id: str) -> ClusterReport | None:
+        return read_record(self.path / f"{task_id}.draft", TypeAdapter(ClusterReport))
+
+    def report(self, task_id: str) -> ClusterReport | None:
+        return read_record(self.path / f"{task_id}.json", TypeAdapter(ClusterReport))
+
+    def mark_told(self, task_id: str) -> None:
+        """Note that the user has seen how a check ended: the next one is a new one."""
+        write_atomic(self.path / f"{task_id}.told", f"{time.time()}\n")
+
+    def is_told(self, task_id: str) -> bool:
+        return (self.path / f"{task_id}.told").exists()
+
+
+# --- The run directory
 
 LATEST = "latest"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError
-from tula_cli.run.storage.owner import REFUSED, not_yours
-from tula_cli.run.storage.space import FULL, SILENT, free_words
+from tula_cli.run.disk_space import FULL, SILENT, free_words
+from tula_cli.run.owner import REFUSED, not_yours
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter

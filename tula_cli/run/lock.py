@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tula_cli.errors import TulaError
 from tula_cli.run.files import write_atomic, write_error
-from tula_cli.run.storage.owner import require_own
+from tula_cli.run.owner import require_own
 
 STALE_SECONDS = 300.0
 """Seconds after which a lock is taken for one that its owner left behind."""

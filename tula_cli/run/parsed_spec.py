@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import BadMeasurements, SpecError
-from tula_cli.run import files
-from tula_cli.run.storage import owner
-from tula_cli.run.upkeep import format as run_format
+from tula_cli.run import files, owner
+from tula_cli.run import format as run_format
 
 _YAML, _JSON = "spec.yaml", "spec.json"
 

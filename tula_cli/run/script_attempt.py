@@ -5,11 +5,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from tula_cli.run.file_changes import is_listed, touch_news
 from tula_cli.run.files import list_files, read_json_lines, read_record, read_text, write_atomic, write_record
-from tula_cli.run.notices.fresh import is_listed
-from tula_cli.run.notices.news import touch_news
-from tula_cli.run.records.rehearsals import Rehearsal
-from tula_cli.run.records.shim import Heartbeat, Killed, RankResult, ScriptFailure, ShimPlan
+from tula_cli.run.records.scripts import Heartbeat, Killed, RankResult, Rehearsal, ScriptFailure, ShimPlan
 
 TAIL = 16_384
 """Bytes at the end of a file of rows that are looked through for the newest one."""

@@ -15,8 +15,8 @@ from tula_cli.run.files import list_files, list_names, read_record, read_text
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.rehearsals import Rehearsal
 from tula_cli.run.records.results import Comparison
+from tula_cli.run.records.scripts import Rehearsal
 from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
 

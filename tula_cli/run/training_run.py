@@ -24,8 +24,8 @@ from tula_cli.run.files import (
     write_atomic,
     write_record,
 )
+from tula_cli.run.records.base import MicroBatches
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.results import (
     CountedEnergy,
     Evaluated,
@@ -38,8 +38,8 @@ from tula_cli.run.records.results import (
     Tuning,
 )
 from tula_cli.run.records.tasks import TASK, TrainTask
-from tula_cli.run.series.step_series import StepRow, StepSeries, is_step_line, to_columns
-from tula_cli.run.series.step_series import parse_rows as read_steps
+from tula_cli.run.step_series import StepRow, StepSeries, is_step_line, to_columns
+from tula_cli.run.step_series import parse_rows as read_steps
 
 CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """A name of `checkpoint_path`."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
-from tula_cli.cluster.scheduling.schedulers import scheduler_of
-from tula_cli.cluster.slurm.accounting.factor_names import warn_unknown_factors
+from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
@@ -15,25 +15,27 @@ from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
-from tula_cli.services.profile import max_node_hours
-from tula_cli.services.profiling.allowed_nodes import allowed_nodes, warn_too_short
-from tula_cli.services.profiling.computing import describe_computing
-from tula_cli.services.profiling.expectation import Expectation, expect_search
-from tula_cli.services.profiling.hardly_meant import hardly_meant, warn_ags_on_one_rank
-from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
-from tula_cli.services.profiling.planned_lengths import (
+from tula_cli.services.job_warnings import (
+    NodeMemory,
+    check_memory,
+    describe_computing,
+    hardly_meant,
+    warn_ags_on_one_rank,
+)
+from tula_cli.services.planned_lengths import (
     PlannedLength,
     lengths_node_hours,
     measured_other_lengths,
     plan_lengths,
     warn_lengths_left_out,
 )
-from tula_cli.services.profiling.unsettled import UpperBoundPlan, plan_upper_bound
-from tula_cli.services.profiling.worth import SearchCost, choose_strategy, search_cost
+from tula_cli.services.profile import UpperBoundPlan, max_node_hours, plan_upper_bound
+from tula_cli.services.profiling.allowed_nodes import allowed_nodes, warn_too_short
 from tula_cli.services.progress.probe_notes import count_notes
 from tula_cli.services.recommendation.saves import describe_interruption_cost
 from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, largest_local_batch
+from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, expect_search, search_cost
 from tula_cli.services.waiting import FIRST_JOB, describe_beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.words import plural

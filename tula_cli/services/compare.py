@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tula_cli.cluster.scripts.values import learning_rate
+from tula_cli.cluster.scripts.placeholders import learning_rate
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import describe_price
@@ -24,9 +24,18 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
-from tula_cli.services.comparison import rounds, scripted
+from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rounds import Standing
-from tula_cli.services.comparison.rows import REFERENCE, VARIANTS, parse_row, row_of_job
+from tula_cli.services.comparison.rows import (
+    REFERENCE,
+    VARIANTS,
+    parse_row,
+    require_comparable_script,
+    row_of_job,
+    script_with_lr,
+    takes_lr,
+    warn_missing_controls,
+)
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
 from tula_cli.spec.load import validate
@@ -111,7 +120,7 @@ def job_of_cell(spec: JobSpec, method: str, seed: int) -> JobSpec:
     elif own_settings := (*variant.optimizer, *variant.schedule):
         raise SpecError(f"{method} sets {', '.join(own_settings)} of the optimizer, which a script has for itself")
     elif variant.lr != 1.0:
-        content["script"] = scripted.with_lr(content["script"], spec.script, factor=variant.lr)
+        content["script"] = script_with_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
         retained_ags = spec.ags.model_dump(include={"apply_to", "parameters", "exclude"})
         content["ags"] = {"preset": variant.preset, **retained_ags}
@@ -165,7 +174,7 @@ def plan_comparison(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect,
             job's settings, or its script tells no metric or takes no seed.
     """
     if spec.script is not None:
-        scripted.require_comparable(spec.script, seeds=grid.seeds)
+        require_comparable_script(spec.script, seeds=grid.seeds)
     _require_fitting_methods(spec, grid)
     _inspect_user_code(run, spec, grid, inspect)
     inspect = functools.partial(inspect_once, inspect, {})
@@ -259,7 +268,7 @@ def _warn_ineffective_methods(spec: JobSpec, grid: Grid) -> Iterator[str]:
     if grid.nodes * spec.cluster.gpus_per_node == 1:
         yield from (facts_.on_one_gpu for facts_ in facts if facts_.on_one_gpu)
     if spec.script is not None:  # the warm-up is the script's own
-        yield from scripted.warn_missing(spec.script, controls=CONTROLS)
+        yield from warn_missing_controls(spec.script, controls=CONTROLS)
         return
     for method in grid.methods:
         warmup = warmup_epochs(job_of_cell(spec, method, spec.train.seed))
@@ -343,7 +352,7 @@ def _make_short_cells(
 def _rows_of_grid(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
     """Return (method, batch) of every row; a script's without the controls that another row is at the same learning rate."""
     rows = grid.rows(spec.train.reference_batch)
-    if spec.script is None or not scripted.takes_lr(spec.script):
+    if spec.script is None or not takes_lr(spec.script):
         return rows
 
     def lr(method: str, batch: int) -> tuple[int, str]:

@@ -12,13 +12,13 @@ from tula_cli.models.memory.host_memory import DataMemory, data_memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import capacity_of, describe_mixed_hardware
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.components import Footprint
+from tula_cli.run.records.base import Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.services.profiling.computing import loader_process_range
+from tula_cli.services.job_warnings import loader_process_range
 from tula_cli.services.search import feasible_candidates
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import plural
 
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from tula_cli.cluster.scheduling.protocol import SchedulerState
+    from tula_cli.cluster.scheduler import SchedulerState
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.trainings import Progress
-    from tula_cli.services.profile import ProfilePlan
-    from tula_cli.services.profiling.unsettled import UpperBoundPlan
+    from tula_cli.services.profile import ProfilePlan, UpperBoundPlan
     from tula_cli.services.status import RunStatus
     from tula_cli.services.train import TrainPlan
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.rank_start import has_tagged_lines, ranks_of, shares_node_log, world_size
+from tula_cli.cluster.rank_processes import has_tagged_lines, ranks_of, shares_node_log, world_size
 from tula_cli.errors import SpecError
-from tula_cli.host.outcome import find_root_failure
+from tula_cli.host.failures import find_root_failure
 from tula_cli.plugins import nearest
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import open_file, read_error, read_lines, read_lines_back

@@ -10,7 +10,7 @@ import numpy as np
 
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.models import cost
-from tula_cli.models.choice import pareto
+from tula_cli.models.choice import objective as pareto
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open
 from tula_cli.models.choice.offers import Offers
@@ -21,10 +21,10 @@ from tula_cli.models.ramp.stage_nodes import Worth, describe_stage_nodes, stage_
 from tula_cli.models.summaries import RegressionSummary, regression_summaries
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import parts_with_data, save_job, settings_origin
+from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, Recommendation
-from tula_cli.run.storage.owner import require_own
 from tula_cli.services import status
-from tula_cli.services.comparison.kept import accuracy_evidence
+from tula_cli.services.comparison.accuracy import accuracy_evidence
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write_answer
 from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes

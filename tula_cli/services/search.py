@@ -17,7 +17,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import place
 

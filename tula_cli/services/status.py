@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.errors import RunGone, SchedulerError, TulaError
 from tula_cli.models import halving
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import list_names
+from tula_cli.run.owner import require_own
+from tula_cli.run.package import upgrades
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.rehearsals import Rehearsal
 from tula_cli.run.records.results import Evaluated, StageDecision, TrainResult, Tuning
+from tula_cli.run.records.scripts import Rehearsal
 from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.run.storage.owner import require_own
-from tula_cli.run.upkeep.submitted_with import upgrades
-from tula_cli.services.exporting import sent
+from tula_cli.services.exporting import destination
 from tula_cli.services.progress.job_status import (
     ACTIVE,
     JobStatus,
@@ -41,7 +41,7 @@ from tula_cli.services.progress.job_status import (
 )
 from tula_cli.services.progress.probe_notes import count_notes
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.section import samples_asked
+from tula_cli.spec.scripts.script import samples_asked
 
 POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
 """Seconds between two questions to the scheduler: the first, and what it grows to."""
@@ -135,7 +135,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *files_snapshot.job_warnings,
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
-            *(sent.problems(run.path / "exports") if only is None else ()),
+            *(destination.problems(run.path / "exports") if only is None else ()),
         ),
         notes=(
             *upgrades(files_snapshot),

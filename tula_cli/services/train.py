@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tula_cli.cluster.chains import nodes_of_links
+from tula_cli.cluster.full_disk import release_held_jobs
 from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
-from tula_cli.cluster.scheduling.chains import nodes_of_links
 from tula_cli.cluster.slurm import first_job
-from tula_cli.cluster.stopping.full_disk import release_held_jobs
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches, check_divides
@@ -21,7 +21,7 @@ from tula_cli.models.ramp.by_noise import apply_decisions, continue_stages
 from tula_cli.models.ramp.stage_nodes import batch_divisor, check_stages, stage_objective_of, task_on_stage_nodes
 from tula_cli.run.code import choose_code, describe_user_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.imports import Source
+from tula_cli.run.imports import Source, with_weights
 from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
@@ -29,7 +29,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
-from tula_cli.run.source.weights_file import with_weights
+from tula_cli.services import resume_test
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.profiling.allowed_nodes import require_allowed_nodes
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
@@ -45,8 +45,7 @@ from tula_cli.services.recommendation.measured import forecast_of_recommendation
 from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
 from tula_cli.services.recommendation.saves import describe_interruption_cost
 from tula_cli.services.recommendation.site_charges import with_site_billing
-from tula_cli.services.rehearsal import before_training
-from tula_cli.services.rehearsal.rehearse import describe_cap_exceeded
+from tula_cli.services.resume_test import describe_cap_exceeded
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
@@ -291,11 +290,11 @@ class PreparedTraining:
     within_balance: bool = False  # refused where the account's balance does not suffice
 
     @property
-    def by_script(self) -> before_training.TrainingStart:
+    def by_script(self) -> resume_test.TrainingStart:
         """The arguments of a resume test of its script."""
         plan = self.plan
         over = describe_cap_exceeded(self.run, self.spec) if self.spec.script is not None else ""
-        return before_training.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.rehearse, over)
+        return resume_test.TrainingStart(self.part, plan.task, plan.code, plan.prediction, self.rehearse, over)
 
 
 def prepare_training(
@@ -394,9 +393,7 @@ def run_training(
         yield planned
         require_confirmed(dependencies.confirm, planned)
     save_job(training.run, training.spec, [part], file)
-    after = (
-        "" if going_on else (yield from before_training.test_resume_if_due(training.by_script, launcher, wait_policy))
-    )
+    after = "" if going_on else (yield from resume_test.test_resume_if_due(training.by_script, launcher, wait_policy))
     try:
         jobs = (submit_training(part.run, plan, launcher, after=after),)
         if not wait_policy.should_wait(part.spec):

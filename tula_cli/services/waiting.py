@@ -14,7 +14,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.services import status
 from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
-from tula_cli.services.exporting.automatic import beside
+from tula_cli.services.exporting.background import beside
 from tula_cli.services.progress import job_status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec

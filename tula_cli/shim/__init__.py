@@ -2,7 +2,7 @@
 
 It imports nothing of tula, only the standard library and the torch of the script (>= 2.0; Python >= 3.8). It does nothing
 where TULA_PLAN is not set, and nothing before `import torch`. This text is the contract between a launcher and the shim,
-version 1; `run/records/shim.py` reads what the shim writes.
+version 1; `run/records/scripts.py` reads what the shim writes.
 
 A launcher sets these variables, which torchrun, accelerate, srun and containers pass on:
 

@@ -8,26 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.profile import unsettled_plan
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import at_most, by_type, listed, table
+from tula_cli.show.tables import at_most, by_type, listed, styled, table
 from tula_cli.words import amount, duration, moment, near, number, plural, size, size_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from tula_cli.cluster.scheduling.protocol import SchedulerState
-    from tula_cli.cluster.slurm.partitions import Site
+    from tula_cli.cluster.scheduler import SchedulerState
+    from tula_cli.cluster.slurm.site import Site
     from tula_cli.run.jobfile import ConfigDrift
-    from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
-    from tula_cli.run.records.inspections import Inspection
+    from tula_cli.run.records.inspections import ClusterReport, Inspection, NodeReport
     from tula_cli.run.records.tasks import CheckTask
     from tula_cli.services.check import CheckReport
-    from tula_cli.services.new_job.from_command import FromCommand
+    from tula_cli.services.estimate import EstimateReport
+    from tula_cli.services.init import FromCommand
     from tula_cli.services.nodes import ClusterCheck
-    from tula_cli.services.profiling.expectation import Expectation
-    from tula_cli.services.profiling.planned_lengths import PlannedLength
-    from tula_cli.services.profiling.worth import SearchCost
-    from tula_cli.services.rehearsal.rehearse import ResumeFinding
+    from tula_cli.services.planned_lengths import PlannedLength
+    from tula_cli.services.resume_test import ResumeFinding
+    from tula_cli.services.search_cost import Expectation, SearchCost
+    from tula_cli.services.site_check import SiteCheck
+
 
 _CHANGES = 6  # of an edited job, that are spelled out
 
@@ -153,7 +154,7 @@ def hooks(path: Path) -> Iterator["RenderableType"]:
 
 def offered(site: "Site | None") -> str:
     """Return what `tula init slurm` has filled in, in words."""
-    from tula_cli.cluster.slurm.partitions import describe_partition, partitions_with_gpus
+    from tula_cli.cluster.slurm.site import describe_partition, partitions_with_gpus
 
     if site is None:
         return "no scheduler answers here: the cluster section is as it comes with tula; fill it in"
@@ -318,3 +319,88 @@ def with_file(found: "ConfigDrift", command: str) -> str:
     """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
     words = ["tula", "profile" if found.elsewhere else command, near(Path(found.file.path))]
     return shlex.join([*words, *(word for override in found.file.overrides for word in ("--set", override))])
+
+
+# --- Memory
+
+ON_GPU = ("reserved", "libraries")
+"""Components that are told of a GPU alone."""
+
+
+def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
+    """Memory of one GPU by local batch, component by component."""
+    yield from inspection(report.inspection)
+    yield ""
+    yield _components(report)
+    yield ""
+    yield from _apart(report)
+    yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
+    if report.sharing:
+        yield f"each of {plural(report.sharing, 'GPU')} holds its share of parameters, gradients and optimizer states"
+    yield from _data(report)
+    if report.correction:
+        yield report.correction
+    if report.capacity is None:
+        yield "how much a GPU has is not known here; tell with --memory or cluster.memory_per_gpu"
+        return
+    largest = {None: "every batch fits", 0: "nothing fits"}.get(
+        report.largest_local_batch, f"the largest local batch is {report.largest_local_batch}"
+    )
+    yield f"of {amount(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
+
+
+def _components(report: "EstimateReport") -> "Table":
+    """Eq. 3 at each local batch; for a GPU also what the libraries hold, what the allocator keeps, and what is needed."""
+    from tula_cli.run.records.base import Components  # with pydantic, which --help does without
+
+    byte, unit = size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
+    parts = [part for part in Components.model_fields if report.gpu or part not in ON_GPU]
+    headings = [f"{part}\n({unit})" for part in (*parts, *(["needed"] if report.gpu else []))]
+    made = table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
+    for row, needed in zip(report.rows, report.needed, strict=True):
+        sizes = [getattr(row.memory, part) for part in parts] + ([needed] if report.gpu else [])
+        fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
+        made.add_row(str(row.local_batch), *(size(value, byte) for value in sizes), fits)
+    return made
+
+
+def _data(report: "EstimateReport") -> Iterator[str]:
+    """Say what data may take of the node's own memory."""
+    if report.data is None:
+        return
+    pinned = f" and {amount(report.data.pinned)} pinned" if report.data.pinned else ""
+    processes = "no loader process" if not report.loaders else f"{report.loaders} loader processes"
+    yield (
+        f"data, in the node's own memory: up to {amount(report.data.shared)} in /dev/shm{pinned} for each rank, at local batch"
+        f" {report.largest_row} with {processes}"
+    )
+
+
+def _apart(report: "EstimateReport") -> Iterator[str]:
+    """Say what the libraries are, and what PyTorch's allocator is to that."""
+    if report.gpu:
+        yield (
+            "reserved: what PyTorch's allocator takes where there is room; needed: the least it runs in, and the libraries"
+            f" (CUDA context, cuBLAS, cuDNN, NCCL: {'as measured' if report.probed else 'a rule of thumb until a probe has measured them'})"
+        )
+    elif report.inspection.process:
+        yield f"on the CPU; the process itself holds {amount(report.inspection.process)} beside that, which no limit counts"
+        if not report.probed:
+            yield (
+                "the heap and workspaces take more than the tensors: half as much more is kept free until a probe has measured"
+                " them; very small jobs take two to three times the estimate"
+            )
+
+
+# --- Findings on a site file
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_WIDEST = max(map(len, _STYLES))
+
+
+def site_check(found: "SiteCheck") -> Iterator["RenderableType"]:
+    """A line for each finding: whether it is right, what it is about, what is so, and what to do."""
+    for one in found.findings:
+        advice = f" ({one.advice})" if one.advice else ""
+        line = f"{one.verdict.ljust(_WIDEST)}  {one.about}: {one.message}{advice}"
+        yield styled(line, _STYLES[one.verdict], until=len(one.verdict))

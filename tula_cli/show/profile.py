@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-    from tula_cli.services.profile import ProfilePlan, ProfileReport
-    from tula_cli.services.profiling.rounds import DryRun
-    from tula_cli.services.profiling.unsettled import UpperBoundPlan
+    from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan
+    from tula_cli.services.profiling_rounds import DryRun
 
 
 def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:

@@ -255,7 +255,7 @@ def evaluation(found: "Evaluated") -> str:
 
 def changes(found: "Sequence[StepChange]") -> Iterator[str]:
     """How the step time changed while it trained, a line each."""
-    from tula_cli.models.time.changes.step_change import describe_step_change
+    from tula_cli.models.time.changes import describe_step_change
 
     yield from (f"changed: {describe_step_change(change)}" for change in found)
 

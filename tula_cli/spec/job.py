@@ -22,14 +22,23 @@ from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
 from tula_cli.spec.old_keys import replace_old_keys
-from tula_cli.spec.parts.of_export import Export
-from tula_cli.spec.parts.of_search import Search
-from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import ROUNDING, decayed_share, scheduled, warmup_factor
-from tula_cli.spec.scripts import section
-from tula_cli.spec.scripts.own_script import Script
-from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, SequenceLengths, Train, Transforms
+from tula_cli.spec.scripts import script as section
+from tula_cli.spec.scripts.script import Script
+from tula_cli.spec.sections import (
+    MIN_STAGE_SHARE,
+    Dataset,
+    Export,
+    Loss,
+    Model,
+    Optimizer,
+    Schedule,
+    Search,
+    SequenceLengths,
+    Train,
+    Transforms,
+)
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import plural
 

@@ -35,7 +35,7 @@ class Facts:
     refreshes: bool = False  # compares the gradients of two batches now and then
     is_arm: bool = False  # of a self-tuning training
     ramps: bool = False  # its batch grows over the first epochs where train.ramp says nothing else
-    tunes: bool = False  # trains as its arms do (worker/train/self_tuning.py)
+    tunes: bool = False  # trains as its arms do (worker/train/auto_tune.py)
     on_one_gpu: str = ""  # why it cannot be judged there
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)

@@ -10,8 +10,8 @@ from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.old_keys import advice
-from tula_cli.spec.parts.of_search import REMOVED_STRATEGIES
 from tula_cli.spec.resources import NodeType
+from tula_cli.spec.sections import REMOVED_STRATEGIES
 
 _BATCH = (
     "tula chooses the batch: train.reference_batch is the one that optimizer.lr was tuned for, search.min_batch and"

@@ -1,14 +1,94 @@
 """The sections of a spec that say what is trained."""
 
+import difflib
+import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tula_cli.plugins import is_import_string, nearest
-from tula_cli.spec.kinds import Arguments, Method, NonNegativeFloat, Positive, PositiveFloat, Section
+from tula_cli.spec.kinds import Arguments, Line, Method, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import DEFAULT_METHOD, Facts, facts_of
-from tula_cli.spec.parts.of_train import BestCheckpoint, EarlyStopping, Measured, Stages
+
+# --- Parts of `train`
+
+MIN_STAGE_SHARE = 0.02
+"""Of the training, that a stage lasts at least which follows from the noise or the schedule."""
+
+
+class RampStage(Section):
+    """A smaller batch for a while, at the beginning of a training."""
+
+    epochs: PositiveFloat | None = None  # how long it lasts: so many, or
+    samples: Positive | None = None  # so many samples
+    batch: Positive  # global
+    nodes: Positive | None = None  # that it runs on, fewer than the training; null: as train.ramp_nodes says
+
+    @model_validator(mode="after")
+    def _lasts_for_something(self) -> "RampStage":
+        if (self.epochs is None) == (self.samples is None):
+            raise ValueError("needs epochs or samples, one of them, for example {epochs: 1, batch: 128}")
+        return self
+
+
+Stages = Literal["auto", "noise", "decay"] | Annotated[list[RampStage], Field(min_length=1)]
+
+
+HESSIAN_SAMPLES = 128
+"""Samples of the training set, over all GPUs, on which the Hessian's eigenvalue is measured: always the same ones."""
+NOISE_BATCHES = 32
+"""Micro-batches of each GPU, forward and backward, by which the gradient noise is measured: the next ones of the training."""
+
+
+def _without_settings(value: object) -> object:
+    """Read an empty mapping as true: what is left of the settings that older versions had here, if they were the default ones."""
+    if isinstance(value, Mapping):
+        if value:
+            raise ValueError(f"is true or false; {', '.join(map(str, value))} cannot be set any more")
+        return True
+    return value
+
+
+Measured = Annotated[bool, BeforeValidator(_without_settings)]
+"""Whether something is measured at the end of each epoch."""
+
+
+class BestCheckpoint(Section):
+    """The metric by which the best checkpoint is chosen."""
+
+    metric: str = "auto"  # top1, top5, loss, perplexity or one of train.metrics; auto: top1, loss without classes
+    mode: Literal["auto", "max", "min"] = "auto"  # auto: min of loss and perplexity, max of all others
+
+    @property
+    def falls(self) -> bool:
+        """Whether less is better."""
+        return self.mode == "min" or (self.mode == "auto" and self.metric in ("loss", "perplexity"))
+
+
+class EarlyStopping(Section):
+    """Conditions that end a training before its last epoch, checked after the evaluation of each epoch."""
+
+    metric: str = "auto"  # auto: that of train.best_checkpoint
+    at_least: float | None = None  # of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
+    at_most: float | None = None  # for example of loss
+    patience: Positive | None = None  # epochs in a row without a better value of train.best_checkpoint.metric
+    epochs: Positive | None = None  # that are done; schedules stay those of train.epochs
+
+    @property
+    def by_metric(self) -> bool:
+        """Whether evaluations tell when it ends."""
+        return any(value is not None for value in (self.at_least, self.at_most, self.patience))
+
+    @model_validator(mode="after")
+    def _something_ends_it(self) -> "EarlyStopping":
+        if not self.by_metric and self.epochs is None:
+            raise ValueError("needs at_least, at_most, patience or epochs, for example {metric: top1, at_least: 0.76}")
+        return self
+
+
+# --- Sections
 
 LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
 _POSITIONS = ("n_positions", "max_position_embeddings")
@@ -421,3 +501,123 @@ class Train(Section):
     def facts(self) -> Facts:
         """The method's row."""
         return facts_of(self.method)
+
+
+# --- Parts of `search`
+
+MEMORY_MARGIN = 0.1
+"""Share of a GPU's memory that a configuration is to leave free."""
+LEAST_STEPS = 5
+"""The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
+LOOKS = 3
+"""Looks of a probe at the time of steps of their own: on data that is there, of synchronisation, of local work."""
+
+REMOVED_STRATEGIES: Mapping[str, str] = {
+    "five": "use adaptive, which costs as little and chooses better, or partial, the four corners",
+    "few": "use partial, the four corners",
+    "two": "use partial, the four corners",
+}
+"""Values of `strategy` that were removed, and what to use instead."""
+
+
+class Search(Section):
+    """The configurations that are measured, and how."""
+
+    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # numbers of nodes
+    gpus_per_node: Annotated[list[Positive], Field(min_length=1)] | None = (
+        None  # to use of each, searched too; none: all that it has
+    )
+    min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
+    max_batch: Positive | None = None  # besides memory and the dataset's size
+    # auto: adaptive, or sweep for a long training; sweep: all batches on the fewest nodes, the smallest elsewhere, the middle
+    # and the largest on the most; partial: the four corners; full: all; adaptive: in rounds
+    strategy: Literal["auto", "sweep", "partial", "full", "adaptive"] = "auto"
+    sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
+    # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %
+    min_steps: Annotated[int, Field(ge=5)] = 10
+    min_seconds: NonNegativeFloat = 2.0  # clocks and power have settled by then
+    max_seconds: PositiveFloat = 60.0  # it ends then in any case, if it has 5; so does the warm-up
+    warmup_steps: Annotated[int, Field(ge=2)] = (
+        10  # at least, before those that are timed; it lasts until they are alike
+    )
+    max_node_hours: PositiveFloat | None = None  # the most that probes, and rehearsals of a script, may cost
+    max_minutes: PositiveFloat = 20.0  # the most one profiling job may last; SLURM is asked for 2 more, to end it first and write why, and prices count them
+    packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> "Search":
+        if self.max_batch is not None and self.max_batch < self.min_batch:
+            raise ValueError(f"max_batch {self.max_batch} is below min_batch {self.min_batch}")
+        if self.max_seconds < self.min_seconds:
+            raise ValueError(f"max_seconds {self.max_seconds:g} is below min_seconds {self.min_seconds:g}")
+        for name, sizes in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node or [])):
+            if len(set(sizes)) != len(sizes):
+                raise ValueError(f"{name} names a size twice: {sizes}")
+        return self
+
+    @property
+    def split_steps(self) -> int:
+        """How many steps a probe takes at most for each look of its own at times, and for that at gradients."""
+        return self.min_steps
+
+    def timed_steps(self, step_time: float) -> int:
+        """Return how many steps a probe is expected to time, where they are steady.
+
+        Args:
+            step_time: seconds of one.
+        """
+        wanted = max(self.min_steps, math.ceil(self.min_seconds / step_time))
+        return max(LEAST_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
+
+    def probe_seconds(self, step_time: float) -> float:
+        """Return what the steps of a probe are expected to take: warm-up, timed ones, and its other looks. Seconds.
+
+        Args:
+            step_time: seconds of one.
+        """
+        looks = LOOKS * LEAST_STEPS + self.split_steps  # steady steps are looked at for as few as tell anything
+        return (self.warmup_steps + self.timed_steps(step_time) + looks) * step_time
+
+
+# --- Exports
+
+TRACKERS = ("mlflow", "wandb", "tensorboard")
+_WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
+
+
+def without_password(uri: str) -> str:
+    """Return the place of a tracker; refuse one that holds a name or a password, which would stand in the run's files."""
+    if _WITH_PASSWORD.search(uri):
+        raise ValueError(
+            "a user's name or password does not belong into the address: give them to the tracker's own variables, such as"
+            " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
+        )
+    return uri
+
+
+class Export(Section):
+    """A tracker that what is recorded is sent to while jobs run. It reads the run's files: the training knows nothing of it."""
+
+    to: Line  # mlflow, wandb, tensorboard, or package.module:callable that returns an exporter
+    # mlflow: a tracking URI; null: $MLFLOW_TRACKING_URI, else a database in the run. tensorboard, wandb: a folder; null: one in
+    # the run. wandb: https://... sends to that server, a folder is its offline mode
+    uri: Annotated[Line, AfterValidator(without_password)] | None = None
+    project: Line | None = None  # MLflow's experiment, W&B's project; null: the job's name
+    # who sends: command: a command that waits for jobs, while it waits; job: the first node of a training, also where no command
+    # waits
+    by: Literal["command", "job"] = "command"
+
+    @model_validator(mode="after")
+    def _tracker_is_known(self) -> "Export":
+        if self.to not in TRACKERS and not is_import_string(self.to):
+            near = difflib.get_close_matches(self.to.lower(), TRACKERS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(TRACKERS)}, or package.module:callable"
+            raise ValueError(f"to: unknown tracker {self.to!r}; {hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _tensorboard_has_a_folder(self) -> "Export":
+        uri = self.uri or ""
+        if self.to == "tensorboard" and "://" in uri and not uri.startswith("file:///"):
+            raise ValueError(f"tensorboard writes into a folder, and {uri} is none; give a path, or file:///path")
+        return self

@@ -7,10 +7,9 @@ from typing import Any
 
 from tula_cli.spec.ags import Ags, ResolvedAgs
 from tula_cli.spec.job import JobSpec, default_beta1, effective_lr_limit, warmup_epochs
-from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.spec.resources import Cluster
-from tula_cli.spec.scripts.own_script import Script
-from tula_cli.spec.sections import Train
+from tula_cli.spec.scripts.script import Script
+from tula_cli.spec.sections import RampStage, Train
 from tula_cli.spec.slurm_options import Slurm
 
 LATER = ("collate_fn", "sampler", "length", "eval_length", "sharded")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_search import REMOVED_STRATEGIES
+from tula_cli.spec.sections import REMOVED_STRATEGIES
 
 
 def without_removed_values(content: Any) -> Any:

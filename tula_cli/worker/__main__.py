@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_cli.errors import DiskFull, JobFailed, TulaError
+from tula_cli.host.failures import classify, find_telling_line
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import classify, find_telling_line
 from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import pin_run
 from tula_cli.run.records.jobs import Failure
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
-from tula_cli.run.storage.shortages import shortage_of
+from tula_cli.run.shortages import shortage_of
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
@@ -76,11 +76,11 @@ def run_task(task: Task, run: RunDir, attempt: int) -> None:
     # Inside the boundary: an import that fails (a missing library on one node) is told like any other failure.
     from tula_cli.worker import device
     from tula_cli.worker import ranks as worker_ranks
-    from tula_cli.worker.build.datasets import build_datasets
+    from tula_cli.worker.build.data import build_datasets
     from tula_cli.worker.entry import run_training
     from tula_cli.worker.measure.node_report import check_nodes
     from tula_cli.worker.measure.probe import run_probes
-    from tula_cli.worker.train.judging.trained import evaluate_checkpoint
+    from tula_cli.worker.train.evaluate_checkpoint import evaluate_checkpoint
 
     if isinstance(task, CheckTask):
         check_nodes(task, run, attempt=attempt)

@@ -5,7 +5,7 @@ import contextlib
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import default_beta1, with_beta1
-from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.data import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
@@ -54,6 +54,6 @@ def run_training(
 def _run_method(task: TrainTask, context: TrainContext) -> None:
     if not task.spec.train.facts.tunes:
         return training.train(task, context)
-    from tula_cli.worker.train import self_tuning  # here: a training that does not tune itself imports nothing of it
+    from tula_cli.worker.train import auto_tune  # here: a training that does not tune itself imports nothing of it
 
-    return self_tuning.train_with_tuning(task, context)
+    return auto_tune.train_with_tuning(task, context)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 import torch
 import torchvision
 
-from tula_cli.host.processor import processor_name
+from tula_cli.host.machine import processor_name
 from tula_cli.run.records.probes import Environment, Host
-from tula_cli.run.source.keys import may_be_secret
+from tula_cli.run.secrets import may_be_secret
 from tula_cli.spec.resources import Cluster
 from tula_cli.version import __version__
 from tula_cli.worker import nccl

@@ -1,4 +1,4 @@
-"""The process that imports torch once and forks ranks: the far end of `tula_cli.cluster.forkserver`.
+"""The process that imports torch once and forks ranks: the far end of `tula_cli.cluster.rank_processes`.
 
 A rank that is forked here has to be what `python -m tula_cli.worker RUN TASK ATTEMPT` would be, in its folder and with
 its environment. So nothing of the user's is imported before the fork, CUDA is not touched, nothing runs in parallel
@@ -36,7 +36,7 @@ MODULES = (
     "tula_cli.worker.measure.probe",
     "tula_cli.worker.measure.node_report",
     "tula_cli.worker.entry",
-    "tula_cli.worker.train.self_tuning",
+    "tula_cli.worker.train.auto_tune",
 )
 DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
 """What CUDA and ROCm open when they start, and neither survives a fork then."""

@@ -21,9 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
-from tula_cli.host.processor import cpu_quota
+from tula_cli.host.machine import cpu_quota
+from tula_cli.run.file_changes import is_listed
 from tula_cli.run.files import write_atomic
-from tula_cli.run.notices.fresh import is_listed
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
 from tula_cli.worker.device import pick_device, set_current_gpu

@@ -6,8 +6,8 @@ import sys
 
 from gpu.stage import Stage
 from gpu.watch import RAN
+from tula_cli.host.failures import classify
 from tula_cli.host.network import free_port
-from tula_cli.host.outcome import classify
 
 WANTED = {
     "allocator": "device_oom",

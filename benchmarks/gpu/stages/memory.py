@@ -16,9 +16,9 @@ from tula_cli.cluster.inspection import inspect
 from tula_cli.models.memory import memory as memory_model
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.run.files import write_atomic
-from tula_cli.run.records.components import Footprint
+from tula_cli.run.records.base import Footprint
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN
 
 GIB = 2**30
 CAPACITY = 24 * GIB

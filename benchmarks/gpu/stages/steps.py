@@ -15,7 +15,7 @@ from gpu.stages.machine import card
 from gpu.waits import waits
 from tula_cli.errors import TulaError
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.measure.looks.gradients import GradientNormRecorder
+from tula_cli.worker.measure.probe import GradientNormRecorder
 from tula_cli.worker.ranks import Ranks
 
 COUNTED = 5  # steps

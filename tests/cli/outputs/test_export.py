@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tula_cli.cli.outputs import export
+from tula_cli.cli import export
 
 
 def test_a_page_is_drawn_where_matplotlib_works_and_left_out_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tula_cli
-from tula_cli.cluster.scripts.put_aside import put_aside_probe_files
+from tula_cli.cluster.scripts.watch import put_aside_probe_files
 from tula_cli.run.script_attempt import ScriptAttempt
 
 SHIM = Path(tula_cli.__file__).parent / "shim"

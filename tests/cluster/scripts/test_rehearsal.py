@@ -11,12 +11,12 @@ import pytest
 
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.scripts import checkpoints
+from tula_cli.cluster.scripts import training
 from tula_cli.cluster.supervise import Supervisor, supervise
 from tula_cli.host.processes import start_time
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
-from tula_cli.run.records.rehearsals import Rehearsal, Verdict
+from tula_cli.run.records.scripts import Rehearsal, Verdict
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords
 from tula_cli.show import train as show_train
@@ -68,7 +68,7 @@ while samples < options.samples:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
-    monkeypatch.setattr(checkpoints, "SETTLED_SECONDS", 0.1)
+    monkeypatch.setattr(training, "SETTLED_SECONDS", 0.1)
     monkeypatch.setattr(
         tempfile, "tempdir", str(tmp_path)
     )  # the machine's lock: jobs of other tests are not waited for

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tula_cli.cluster.scripts.cuts import possible_micro_batches
+from tula_cli.cluster.scripts.training import possible_micro_batches
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt

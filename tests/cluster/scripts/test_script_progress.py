@@ -9,27 +9,27 @@ import pytest
 from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.scripts import checkpoints, watch
-from tula_cli.cluster.scripts.printed_metrics import (
+from tula_cli.cluster.scripts import training as checkpoints
+from tula_cli.cluster.scripts import watch
+from tula_cli.cluster.scripts.results import recover_lost_attempt, settle_attempt
+from tula_cli.cluster.scripts.training import (
+    ScriptTraining,
     describe_missing_step,
     is_lower_better,
     last_and_best,
     last_script_line,
     read_metrics,
 )
-from tula_cli.cluster.scripts.script_training import ScriptTraining
-from tula_cli.cluster.scripts.settle import recover_lost_attempt, settle_attempt
 from tula_cli.cluster.scripts.watch import ScriptWatch
-from tula_cli.models.time.changes.script_pace import ScriptLevelDetector
-from tula_cli.models.time.changes.step_change import describe_step_change
+from tula_cli.models.time.changes import ScriptLevelDetector, describe_step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange
-from tula_cli.run.records.shim import Expected, LoaderSeen, RankResult
+from tula_cli.run.records.scripts import Expected, LoaderSeen, RankResult
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
-from tula_cli.spec.scripts.own_script import Length, Resume
+from tula_cli.spec.scripts.script import Length, Resume
 
 STARTED = 1_000_000.0  # Unix time
 
@@ -226,7 +226,7 @@ def folder_of(out: Path, name: str, when: float, *files: str) -> None:
 
 def test_a_folder_without_files_that_the_one_before_has_is_half_a_checkpoint(tmp_path: Path) -> None:
     def newest() -> str:
-        found, _ = checkpoints.find_newest(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
+        found, _ = checkpoints.find_newest_checkpoint(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
         return "" if found is None else found.name
 
     resume = Resume(args="{checkpoint}", checkpoint="{out}/*")

@@ -13,10 +13,11 @@ import pytest
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
-from tula_cli.cluster.group import RankSpawner
-from tula_cli.cluster.scripts import checkpoints, watch
+from tula_cli.cluster.directory_watcher import ChangeWatcher
+from tula_cli.cluster.rank_processes import RankSpawner
+from tula_cli.cluster.scripts import training as checkpoints
+from tula_cli.cluster.scripts import watch
 from tula_cli.cluster.supervise import supervise
-from tula_cli.cluster.watching.lookout import ChangeWatcher
 from tula_cli.host.leftovers import GpuMemory
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import RunDir

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.rank_start import first_rank, rendezvous_address
-from tula_cli.cluster.scripts import scaled
-from tula_cli.cluster.scripts.copies import copy_shim
+from tula_cli.cluster.rank_processes import first_rank, rendezvous_address
+from tula_cli.cluster.scripts import methods
+from tula_cli.cluster.scripts.methods import copy_shim
 from tula_cli.cluster.scripts.start import ScriptStart, preview_command
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed
@@ -158,7 +158,7 @@ def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
     told = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).plan().ags
     assert told is not None and told.resumed and told.steps_per_epoch == 100 // 32
     probe = start(tmp_path, "a.py {batch}", **paper).plan().ags
-    assert probe is not None and probe.steps_per_epoch == scaled.NEVER_STEPS, "a probe times plain steps"
+    assert probe is not None and probe.steps_per_epoch == methods.NEVER_STEPS, "a probe times plain steps"
     with pytest.raises(JobFailed, match="nothing tells how many samples"):
         start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": "auto"}, **paper).plan()
 
@@ -168,10 +168,10 @@ def test_what_was_scaled_is_told_over_all_attempts() -> None:
         so_far = {"apply_to": "update", "steps": steps, "scaled": share, "mean": mean}
         return {"kind": "row", "ags": {"mean": 9.0, "so_far": so_far}}
 
-    found = scaled.summarize_scaling([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
+    found = methods.summarize_scaling([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
     assert found == Scaled(steps=40, scaled=0.875, mean=found.mean if found else 0.0, apply_to="update")
     assert found is not None and found.mean == pytest.approx(1.3)
-    assert scaled.summarize_scaling([{}, {"kind": "row"}]) is None
+    assert methods.summarize_scaling([{}, {"kind": "row"}]) is None
 
 
 def test_the_first_command_can_be_seen_before_anything_is_written(tmp_path: Path) -> None:

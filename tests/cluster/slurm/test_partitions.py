@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tula_cli.assets import find_asset
-from tula_cli.cluster.slurm import partitions as site
-from tula_cli.cluster.slurm.partitions import (
+from tula_cli.cluster.slurm import site
+from tula_cli.cluster.slurm.site import (
     Gpus,
     NodeKind,
     Partition,

@@ -6,7 +6,7 @@ import make_runs as make
 import pytest
 from fake_slurm import FakeSlurm
 
-from tula_cli.cluster.slurm.path_patterns import require_plain_path
+from tula_cli.cluster.slurm.scheduler import require_plain_path
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir

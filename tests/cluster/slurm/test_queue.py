@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from fake_slurm import VERSIONS, FakeSlurm, local
 
-from tula_cli.cluster.scheduling.chains import chain_state
-from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.chains import chain_state
+from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import ask_states, end_outcome, ends_at, live_ids, live_jobs
-from tula_cli.cluster.slurm.refused_jobs import refusal_error
+from tula_cli.cluster.slurm.scheduler import refusal_error
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
 

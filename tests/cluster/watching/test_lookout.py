@@ -11,13 +11,12 @@ from pathlib import Path
 import make_runs
 import pytest
 
+from tula_cli.cluster import directory_watcher
+from tula_cli.cluster import directory_watcher as lookouts
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.watching import lookout as lookouts
-from tula_cli.cluster.watching import node_socket
-from tula_cli.cluster.watching.lookout import ChangeWatcher
-from tula_cli.cluster.watching.node_socket import NEWS, NOTHING, NodeBroadcaster, NodeSubscriber
+from tula_cli.cluster.directory_watcher import NEWS, NOTHING, ChangeWatcher, NodeBroadcaster, NodeSubscriber
+from tula_cli.run import file_changes
 from tula_cli.run.directory import RunDir
-from tula_cli.run.notices import news
 from tula_cli.run.records.jobs import LeaderCommand
 
 HELPERS = Path(__file__).parents[2] / "helpers"
@@ -103,7 +102,7 @@ def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_
         monkeypatch.setattr(lookouts, name, value)
     monkeypatch.setattr(lookouts, "READ_WITHOUT_NEWS", (600.0, 600.0))
     run = RunDir.create(tmp_path, make_runs.spec())
-    news.prepare_folders(run.path)
+    file_changes.prepare_folders(run.path)
     first, second = (ChangeWatcher(run.path, Allocation(at, 2, at, str(tmp_path), nodes=1)) for at in (0, 1))
 
     def looks() -> tuple[bool, bool]:
@@ -128,12 +127,12 @@ def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_
 
 
 def test_another_users_socket_is_not_listened_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = node_socket.socket_address("7.0", str(tmp_path))
+    name = directory_watcher.socket_address("7.0", str(tmp_path))
     teller, listener = NodeBroadcaster(name), NodeSubscriber(name)
     listener.receive()
     teller.broadcast(NOTHING)
     assert listener.receive() == NEWS, "who comes anew looks once"
-    monkeypatch.setattr(node_socket.os, "getuid", lambda: os.geteuid() + 1)
+    monkeypatch.setattr(directory_watcher.os, "getuid", lambda: os.geteuid() + 1)
     stranger = NodeSubscriber(name)
     assert stranger.receive() == b""
     teller.broadcast(NEWS)

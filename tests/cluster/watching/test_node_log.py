@@ -11,9 +11,9 @@ from typing import IO, BinaryIO
 import make_runs
 import pytest
 
+from tula_cli.cluster import node_log
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.watching import node_log
-from tula_cli.cluster.watching.node_log import RankOutput, log_path
+from tula_cli.cluster.node_log import RankOutput, log_path
 from tula_cli.run.directory import RunDir
 from tula_cli.words import rank_of
 

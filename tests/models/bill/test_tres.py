@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.bill.tres import billing, parse_flags, parse_tres, parse_weights, whole
+from tula_cli.models.tres import billing, parse_flags, parse_tres, parse_weights, whole
 
 NAMES = ("cpu", "mem", "node", "gres/gpu", "gres/gpu:a100", "license/x", "bb/scratch")
 AMOUNTS = st.floats(0, 1e6, allow_nan=False)

@@ -5,7 +5,7 @@ from typing import Any
 import make_runs as make
 import pytest
 
-from tula_cli.models.choice.early_end import end_of, shortened, tells
+from tula_cli.models.choice.early_stopping import end_of, shortened, tells
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.sections import Train
 

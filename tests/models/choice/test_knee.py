@@ -1,9 +1,9 @@
-"""Where a curve over the batch bends (models/choice/knee.py)."""
+"""Where a curve over the batch bends (models/choice/objective.py)."""
 
 import numpy as np
 import pytest
 
-from tula_cli.models.choice.knee import knee, kneedle, shares
+from tula_cli.models.choice.objective import knee, kneedle, shares
 
 BATCHES = [32, 64, 128, 256, 512, 1024, 2048]
 

@@ -29,7 +29,7 @@ from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.load import validate
-from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE
+from tula_cli.spec.sections import MIN_STAGE_SHARE
 
 SIZE, EPOCHS = 10_000, 20
 

@@ -3,13 +3,13 @@
 import pytest
 from make_results import Truth, probe_all, spec
 
-from tula_cli.models.choice.early_end import share_left, shortened
+from tula_cli.models.choice.early_stopping import share_left, shortened
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise, epochs_equivalent, equivalent_constant_noise, same_progress
 from tula_cli.models.forecast import Forecast
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_train import EarlyStopping
+from tula_cli.spec.sections import EarlyStopping
 
 PROBES = {2: (16, 32, 64, 128), 16: (2, 64)}
 TRUTH = Truth(dataset_size=12_800)

@@ -11,7 +11,7 @@ from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_sta
 from tula_cli.models.ramp.stages import Ramp, Stage, build_ramp
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.parts.of_search import Search
+from tula_cli.spec.sections import Search
 
 
 def job(ramp: Any = "auto", **train: Any) -> JobSpec:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tula_cli.models.time import steptime
-from tula_cli.models.time.mixture import Mixture
-from tula_cli.models.time.overlap import Overlap
+from tula_cli.models.time.mixture import Mixture, Overlap
 from tula_cli.models.time.steptime import Observation, StepTimeFit
 
 SWEEP = [*((1, b) for b in (16, 32, 64, 128, 256)), (2, 16), (4, 16), (8, 16), (8, 64), (8, 256)]

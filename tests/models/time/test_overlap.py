@@ -2,13 +2,12 @@ import numpy as np
 import pytest
 from statsmodels.regression.linear_model import OLS
 
-from tula_cli.models.time import formulas, priors
-from tula_cli.models.time import overlap as models_time_overlap
-from tula_cli.models.time.formulas import Points
-from tula_cli.models.time.overlap import Overlap
-from tula_cli.models.time.priors import SHAPES
+from tula_cli.models.time import formulas
+from tula_cli.models.time import mixture as models_time_overlap
+from tula_cli.models.time.formulas import SHAPES, Points
+from tula_cli.models.time.mixture import Overlap
 
-Floats = priors.Floats
+Floats = formulas.Floats
 BATCHES = (16, 32, 64, 128, 256)
 
 
@@ -53,7 +52,7 @@ def test_derivatives_are_those_of_the_model(gpus: Floats | None) -> None:
         inside=np.array([False, True, False, False, False]),
         gpus=gpus,
     )
-    frame = formulas.ReferenceFrame.of(at_points, truth(at_points)[1], SHAPES["ring"], priors.PRIORS)
+    frame = formulas.ReferenceFrame.of(at_points, truth(at_points)[1], SHAPES["ring"], formulas.PRIORS)
     at, rng, small = frame.at(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
@@ -73,7 +72,7 @@ def test_the_fit_is_the_most_probable_one() -> None:
     rng = np.random.default_rng(0)
     step, compute = (part * np.exp(0.05 * rng.standard_normal(len(at_points))) for part in truth(at_points))
     data = models_time_overlap._Data(
-        formulas.ReferenceFrame.of(at_points, compute, SHAPES["ring"], priors.PRIORS).at(at_points),
+        formulas.ReferenceFrame.of(at_points, compute, SHAPES["ring"], formulas.PRIORS).at(at_points),
         np.log(step),
         np.log(compute),
         np.zeros(len(at_points)),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tula_cli.run.series.step_series import StepRow, format_rows, join_neighbours, parse_rows, to_columns
+from tula_cli.run.step_series import StepRow, format_rows, join_neighbours, parse_rows, to_columns
 
 
 def steps(count: int, *, batch: int = 8, start: int = 0, scaled: bool = False) -> list[StepRow]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.run.source.command_file import label, program, words_of
+from tula_cli.run.script_files import label, program, words_of
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import JobFailed, SpecError, TulaError
-from tula_cli.run import code
+from tula_cli.run import code, code_selection, script_files
+from tula_cli.run import code_selection as git_files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.run.source import git as git_files
-from tula_cli.run.source import script_files, selection
-from tula_cli.run.source.command_file import in_snapshot, snapshot_path
-from tula_cli.run.source.keys import may_be_secret, without_secrets
-from tula_cli.run.source.script_files import of_script
+from tula_cli.run.script_files import in_snapshot, of_script, snapshot_path
+from tula_cli.run.secrets import may_be_secret, without_secrets
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 
@@ -131,8 +129,8 @@ def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: 
 def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_first(
     here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "MAX_FILE", 1000)
-    monkeypatch.setattr(selection, "MAX_FILES", 2000)
+    monkeypatch.setattr(code_selection, "MAX_FILE", 1000)
+    monkeypatch.setattr(code_selection, "MAX_FILES", 2000)
     write(
         here,
         {"a/far.py": "#" * 900, "main/train.py": "#" * 1500, "main/near.py": "#" * 400, "main/table.csv": "x" * 1001},
@@ -163,7 +161,7 @@ def test_a_repository_inside_comes_along(here: Path, run: RunDir) -> None:
 def test_a_walk_without_git_ends_and_tells_what_it_left_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(here, "train.py", "a/one.py", "b/two.py", *(f"data/{number}.jpg" for number in range(6)))
     assert len(files(job(), here)[0]) == 3
-    monkeypatch.setattr(selection, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(code_selection, "MAX_ENTRIES", 5)
     assert code.choose_code(None, job(), here, keep=True).warnings == (), "a folder of data is none of code"
     write(here, "data/net.py")
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings

@@ -21,8 +21,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import config_drift
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
+from tula_cli.services import profiling_rounds
 from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, follow
-from tula_cli.services.profiling import rounds
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.load import dump_yaml
 
@@ -201,7 +201,7 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
 
     monkeypatch.setattr(AtOnce, "submit", pressed)
     run = RunDir.of(Path("tula-runs").absolute(), make.spec())
-    work = rounds.run_profile(
+    work = profiling_rounds.run_profile(
         run,
         make.spec(),
         Dependencies(launcher.launcher_for, inspection.inspect, lambda _: True),

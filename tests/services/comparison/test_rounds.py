@@ -26,7 +26,7 @@ from tula_cli.services.reporting import comparison_document
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
-from tula_cli.show.html.document_page import page
+from tula_cli.show.html.page import page
 from tula_cli.spec.job import JobSpec
 
 SPEC = {

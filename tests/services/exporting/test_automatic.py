@@ -20,7 +20,7 @@ from make_runs import (
 )
 from make_runs import spec as toy_spec
 
-from tula_cli.cluster.watching.job_exports import export_meanwhile
+from tula_cli.cluster.supervise import export_meanwhile
 from tula_cli.host.leftovers import MARK_VARIABLE
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import WarningEvent, follow

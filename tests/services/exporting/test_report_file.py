@@ -8,7 +8,7 @@ from make_runs import add_measured
 from make_runs import spec as toy_spec
 
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.services.exporting.report_file import report_files
+from tula_cli.services.exporting.export import report_files
 from tula_cli.services.reporting.document import Document
 
 

@@ -25,17 +25,17 @@ from make_runs import (
 from make_runs import spec as toy_spec
 
 from tula_cli.errors import CannotWrite, NotYours, SpecError, TrackerError
+from tula_cli.run import owner
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import read_text
-from tula_cli.run.series.step_series import StepSeries
-from tula_cli.run.storage import owner
+from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting import export as service
 from tula_cli.services.exporting.export import Exported, asked, export
 from tula_cli.services.status import run_status
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_export import Export
+from tula_cli.spec.sections import Export
 
 KEY = "train-ab12cd34"
 
@@ -245,7 +245,7 @@ def test_whatever_is_cut_and_when_one_looks_a_curve_is_that_of_the_file(run: Run
 def test_a_process_that_was_killed_while_it_sent_is_gone_on_from(
     run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tula_cli.services.exporting.sending._AT_ONCE", 1)
+    monkeypatch.setattr("tula_cli.services.exporting.tracker_sync._AT_ONCE", 1)
     trained(run, metrics())
     original = FakeRun.points
     calls = iter(range(10))
@@ -405,7 +405,7 @@ def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypat
     def refused(_: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("tula_cli.services.exporting.sending.make_folder", refused)
+    monkeypatch.setattr("tula_cli.services.exporting.tracker_sync.make_folder", refused)
     with pytest.raises(CannotWrite, match=f"cannot write {run.path / 'exports'}: Permission denied"):
         send(run, place)
 

@@ -14,7 +14,7 @@ from tula_cli.errors import TrackerError
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import Event
 from tula_cli.services.exporting.export import Exported, export
-from tula_cli.spec.parts.of_export import Export
+from tula_cli.spec.sections import Export
 
 KEY = "train-ab12cd34"
 

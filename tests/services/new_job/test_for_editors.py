@@ -9,9 +9,9 @@ from quiet import quiet
 
 from tula_cli.cli import app
 from tula_cli.errors import CannotWrite, SpecError
-from tula_cli.services.new_job.for_editors import schema_path, with_schema, write_schema
+from tula_cli.services.init import schema_path, with_schema, write_schema
 from tula_cli.show.screen import Screen
-from tula_cli.spec.schema.json_schema import json_schema
+from tula_cli.spec.json_schema import json_schema
 
 
 def test_the_schemas_of_job_and_site_lie_beside_a_job_which_names_its_own(tmp_path):
@@ -43,7 +43,7 @@ def test_what_cannot_be_written_is_told(tmp_path):
 @pytest.mark.parametrize("words", [(), ("slurm",), ("--from-command", "train.py --batch-size 8 --epochs 3")])
 def test_init_writes_the_schemas_and_check_reads_past_the_line_that_names_one(words, tmp_path, monkeypatch):
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setattr("tula_cli.cluster.slurm.partitions.ask_site", lambda: None)
+    monkeypatch.setattr("tula_cli.cluster.slurm.site.ask_site", lambda: None)
 
     def tula(*words):
         return app.run(words, screen=Screen(out=io.StringIO(), err=io.StringIO()))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.slurm.partitions import Site, parse_partitions
+from tula_cli.cluster.slurm.site import Site, parse_partitions
 from tula_cli.errors import SpecError
-from tula_cli.services.new_job.from_command import FromCommand, job_from_command
+from tula_cli.services.init import FromCommand, job_from_command
 from tula_cli.services.search import choose_probes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate

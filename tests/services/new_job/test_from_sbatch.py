@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from tula_cli.errors import SpecError
-from tula_cli.services.new_job.from_command import FromCommand
-from tula_cli.services.new_job.from_sbatch import job_from_sbatch
+from tula_cli.services.init import FromCommand, job_from_sbatch
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.yaml_text import parse_yaml

@@ -1,8 +1,7 @@
 import pytest
 import yaml
 
-from tula_cli.services.new_job.from_command import job_from_command
-from tula_cli.services.new_job.from_template import job_from_template
+from tula_cli.services.init import job_from_command, job_from_template
 from tula_cli.spec.job import JobSpec
 
 

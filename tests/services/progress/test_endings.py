@@ -9,7 +9,7 @@ import pytest
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.relaunch import needs_new_allocation, next_task
-from tula_cli.host.failure_kinds import FAILURE_KINDS, NEXT_WORDS, Next
+from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS, Next
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.tasks import TrainTask

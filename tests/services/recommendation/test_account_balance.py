@@ -4,7 +4,7 @@ import pytest
 from accounting_recorded import Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.accounting.site_bill import user_name
+from tula_cli.cluster.slurm.billing import user_name
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.services.recommendation.account_balance import (
     check_balance,

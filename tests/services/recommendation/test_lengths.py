@@ -9,12 +9,12 @@ from make_results import MIB, Truth, inspected, measured, out_of_memory
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import all_parts, parts_with_data
-from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Tokens
 from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.services import profiling_rounds
 from tula_cli.services.check import check, check_all
-from tula_cli.services.profiling import rounds
 from tula_cli.services.recommend import recommend
 from tula_cli.show import check as show_check
 from tula_cli.show import recommend as show_recommend
@@ -164,7 +164,7 @@ def test_check_leaves_a_length_out_that_does_not_fit_and_says_so() -> None:
 
 
 def planned(job: JobSpec, run: RunDir, most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
-    told, work = [], rounds.plan_parts(all_parts(run, job), {
+    told, work = [], profiling_rounds.plan_parts(all_parts(run, job), {
         part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in all_parts(run, job)
     })  # fmt: skip
     while True:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from make_results import Truth, inspected, probe_all, spec
 
-from tula_cli.cluster.scheduling.chains import chain_tasks, time_limit
+from tula_cli.cluster.chains import chain_tasks, time_limit
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.services import profile, train

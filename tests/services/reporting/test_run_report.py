@@ -14,7 +14,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import all_parts
-from tula_cli.run.series.step_series import StepRow, format_rows
+from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
 from tula_cli.services.api.handles import Run

@@ -15,7 +15,7 @@ from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
 from tula_cli.services.reporting.document import Document
 from tula_cli.services.reporting.forms import csv_files, latex, markdown
-from tula_cli.show.html.document_page import page
+from tula_cli.show.html.page import page
 from tula_cli.show.screen import Screen
 from tula_cli.spec.resources import UNPRICED, Pricing
 

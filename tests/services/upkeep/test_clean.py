@@ -14,16 +14,16 @@ import pytest
 from quiet import quiet
 
 from tula_cli.cli import app
-from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import NO_ANSWER
 from tula_cli.errors import NotYours, OtherFormat, Pending, SpecError
 from tula_cli.host import machine_lock
+from tula_cli.run import clean as run_holdings
+from tula_cli.run import owner
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
-from tula_cli.run.storage import owner
-from tula_cli.run.upkeep import holdings as run_holdings
-from tula_cli.services.upkeep import clean as service
+from tula_cli.services import clean as service
 from tula_cli.show.screen import Screen
 
 SIGNATURE = "ab12cd34"

@@ -12,7 +12,7 @@ import documents
 import pytest
 
 from tula_cli.services.reporting.document import Column, Document, Fact, Figure, Section, Series, Table
-from tula_cli.show.html import document_page
+from tula_cli.show.html import page as document_page
 
 EMPTY = {"meta", "link", "br"}
 

@@ -15,9 +15,9 @@ from matplotlib.textpath import TextToPath
 
 from tula_cli.errors import SpecError
 from tula_cli.services.reporting.document import Density, Figure, Mark, Series
+from tula_cli.show.html import figures
 from tula_cli.show.html import figures as show_figures
-from tula_cli.show.html import palette
-from tula_cli.show.html.palette import DARK, LIGHT
+from tula_cli.show.html.figures import DARK, LIGHT
 
 SVG = "{http://www.w3.org/2000/svg}"
 ALL = (documents.of_time(), documents.of_memory(), documents.of_parts(), documents.of_gaps(), documents.of_curves(), documents.of_factors())  # fmt: skip
@@ -163,7 +163,7 @@ def test_fifty_series_are_told_apart_below_the_axes() -> None:
     assert set(names) <= set(texts(root)) and not outside(root)
     looks = set()
     for place in range(50):
-        looks.add((palette.color(place), palette.marker(place), str(palette.dash(place))))
+        looks.add((figures.color(place), figures.marker(place), str(figures.dash(place))))
     assert len(looks) == 50
     bottom = max(float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text == "batch")
     legend = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in names]

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.services.new_job.from_command import job_from_command
+from tula_cli.services.init import job_from_command
+from tula_cli.spec.json_schema import json_schema
 from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.schema.json_schema import json_schema
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
-from tula_cli.services.new_job.from_command import job_from_command
+from tula_cli.services.init import job_from_command
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.launchers import Known, Unknown
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, render

@@ -14,7 +14,7 @@ from tula_cli.services.compare import why_not_a_row
 from tula_cli.spec.job import JobSpec, beta2_at
 from tula_cli.spec.signature import signature, train_signature
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks

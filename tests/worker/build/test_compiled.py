@@ -12,7 +12,7 @@ from worker_jobs import probe_task, rows, same, spec, train_task, trainer, weigh
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import compiled
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.device import MemoryMeter
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes

@@ -13,9 +13,15 @@ from torchvision.transforms import v2
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build import datasets
-from tula_cli.worker.build.datasets import build_datasets, download_dataset, split_indices_by_class
-from tula_cli.worker.build.transforms import build_transforms, check_sample, to_tensor
+from tula_cli.worker.build import data
+from tula_cli.worker.build.data import (
+    build_datasets,
+    build_transforms,
+    check_sample,
+    download_dataset,
+    split_indices_by_class,
+    to_tensor,
+)
 
 
 def spec(dataset: dict, *, transforms: dict | None = None, seed: int = 0) -> JobSpec:
@@ -57,14 +63,14 @@ def test_digits_are_those_that_scikit_learn_tells_with_and_without_its_file(monk
     known = load_digits()
     for hidden in (False, True):
         if hidden:
-            monkeypatch.setattr(datasets.Path, "is_file", lambda path: False)
-        table = datasets._digits_table()
+            monkeypatch.setattr(data.Path, "is_file", lambda path: False)
+        table = data._digits_table()
         assert (table[:, :64].reshape(-1, 8, 8) == known.images).all()
         assert (table[:, 64] == known.target).all()
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setattr(datasets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SpecError, match="scikit-learn, which is not installed"):
         build_datasets(spec({"name": "digits"}))
 
@@ -137,7 +143,7 @@ def test_a_login_node_without_a_network_is_told_where_to_put_the_data(monkeypatc
     def offline(*args, **kwargs):
         raise urllib.error.URLError("Name or service not known")
 
-    monkeypatch.setattr("tula_cli.worker.build.datasets._construct_torchvision", offline)
+    monkeypatch.setattr("tula_cli.worker.build.data._construct_torchvision", offline)
     job = spec({"name": "CIFAR10", "root": str(tmp_path), "download": True})
     with pytest.raises(SpecError, match=r"CIFAR10 cannot be downloaded to .*Name or service not known") as refused:
         download_dataset(job)

@@ -12,14 +12,13 @@ from worker_jobs import final_weights, rows, spec, train_task
 from tula_cli.errors import SpecError
 from tula_cli.run.code import code_digest
 from tula_cli.run.directory import RunDir
-from tula_cli.run.source.weights_file import weights_digest
+from tula_cli.run.imports import weights_digest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature, train_signature
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.finetune import initial_weights
-from tula_cli.worker.build.finetune.groups import parameter_groups
-from tula_cli.worker.build.finetune.patterns import parameters_matching
-from tula_cli.worker.build.ghost import GhostBatchNorm, apply_ghost_batch_norm
+from tula_cli.worker.build import finetune
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.finetune import parameter_groups, parameters_matching
+from tula_cli.worker.build.norms import GhostBatchNorm, apply_ghost_batch_norm
 from tula_cli.worker.build.zoo import build_model, build_optimizer
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -173,17 +172,17 @@ def test_checkpoints_and_what_wrappers_put_before_names_are_read(key: str | None
     whole = model()
     state: Any = {f"module.{name}": value for name, value in whole.state_dict().items()}
     torch.save({key: state, "epoch": 3} if key else state, tmp_path / "a.pt")
-    fit = initial_weights.check_fit(job(weights=str(tmp_path / "a.pt")).model, whole)
+    fit = finetune.check_fit(job(weights=str(tmp_path / "a.pt")).model, whole)
     assert fit.mismatch_text == "" and set(fit.common) == set(whole.state_dict())
 
 
 def test_safetensors_are_read(tmp_path: Path) -> None:
     whole, path = model(), tmp_path / "a.safetensors"
     save_file(whole.state_dict(), path)
-    assert initial_weights.check_fit(job(weights=str(path)).model, whole).mismatch_text == ""
+    assert finetune.check_fit(job(weights=str(path)).model, whole).mismatch_text == ""
     path.write_bytes(b"no tensors")
     with pytest.raises(SpecError, match="is damaged, or not a file of safetensors"):
-        initial_weights.read_weights(str(path))
+        finetune.read_weights(str(path))
 
 
 def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
@@ -211,7 +210,7 @@ def test_files_of_another_kind_are_refused(content: Any, why: str, tmp_path: Pat
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(SpecError, match=why):
-        initial_weights.read_weights(str(path))
+        finetune.read_weights(str(path))
 
 
 def cut(content: bytes) -> bytes:
@@ -230,7 +229,7 @@ def test_a_damaged_file_is_told_without_what_the_unpickler_says(harm: Any, tmp_p
     torch.save({"weight": torch.ones(8)}, path)
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(SpecError) as caught:
-        initial_weights.read_weights(str(path))
+        finetune.read_weights(str(path))
     size = path.stat().st_size
     assert caught.value.message == f"model.weights: {path} ({size} bytes) is damaged, or not a file of torch.save"
 
@@ -238,7 +237,7 @@ def test_a_damaged_file_is_told_without_what_the_unpickler_says(harm: Any, tmp_p
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     torch.save(model(), tmp_path / "a.pt")  # the module itself, which is code
     with pytest.raises(SpecError, match="holds more than tensors") as caught:
-        initial_weights.read_weights(str(tmp_path / "a.pt"))
+        finetune.read_weights(str(tmp_path / "a.pt"))
     assert "state_dict" in caught.value.hint
 
 

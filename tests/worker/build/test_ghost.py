@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.worker.build.ghost import GhostBatchNorm, apply_ghost_batch_norm, check_ghost_batch, check_small_batch
+from tula_cli.worker.build.norms import GhostBatchNorm, apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 
 
 def ghost_of(norm: nn.Module, ghost_batch: int = 4) -> nn.Module:

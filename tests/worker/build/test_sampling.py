@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tula_cli.models.memory.host_memory import LOADERS_AT_A_TIME, data_memory
 from tula_cli.models.ramp.stages import Ramp
-from tula_cli.worker.build.sampling import (
+from tula_cli.worker.build.data import (
     Key,
     MicroBatchSampler,
     Position,

@@ -6,7 +6,7 @@ import torchvision.models
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build import small_images
+from tula_cli.worker.build import zoo
 from tula_cli.worker.build.zoo import build_model
 
 
@@ -61,4 +61,4 @@ def test_torchvisions_own_arguments_are_taken_and_others_refused() -> None:
 
 
 def test_every_name_is_that_of_a_torchvision_model() -> None:
-    assert {name.removesuffix("_cifar") for name in small_images.MODELS} <= set(torchvision.models.list_models())
+    assert {name.removesuffix("_cifar") for name in zoo.MODELS} <= set(torchvision.models.list_models())

@@ -8,10 +8,9 @@ import torch
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.collate import collate_items
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.text import from_config, source_text
+from tula_cli.worker.build import text, zoo
+from tula_cli.worker.build.batches import collate_items
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.measure.inspect import inspect_job
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 256}
@@ -68,7 +67,7 @@ def test_text_takes_no_transform() -> None:
 
 
 def test_long_lines_are_cut_and_blank_parts_left_out() -> None:
-    assert source_text._split_lines(b"ab\ncd\n\n\n\n\n\n0123456789\n", 6) == [b"ab\ncd\n", b"012345", b"6789\n"]
+    assert text._split_lines(b"ab\ncd\n\n\n\n\n\n0123456789\n", 6) == [b"ab\ncd\n", b"012345", b"6789\n"]
 
 
 def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss() -> None:
@@ -123,7 +122,7 @@ def test_without_transformers_the_line_to_type_is_told(monkeypatch) -> None:
     def gone(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(from_config.importlib, "import_module", gone)
+    monkeypatch.setattr(text.importlib, "import_module", gone)
     with pytest.raises(SpecError) as caught:
         zoo.build_model(job(), None)
     assert "which is not installed" in caught.value.message and "tula-cli[transformers]" in caught.value.hint

@@ -16,18 +16,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from worker_rank_cases import facts
 
-from tula_cli.run.records.components import Components
+from tula_cli.run.records.base import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Loss, Model
 from tula_cli.worker.build import zoo
 from tula_cli.worker.device import tensor_bytes
-from tula_cli.worker.measure import buffers
+from tula_cli.worker.measure import fake_tensor_step
+from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
 from tula_cli.worker.measure import meter as worker_measure_meter
-from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
-from tula_cli.worker.measure.buffers import estimate_library_bytes
-from tula_cli.worker.measure.footprint import estimate_footprints
-from tula_cli.worker.measure.rehearsal import Recording, build_fake_step
-from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
+from tula_cli.worker.measure.fake_tensor_step import (
+    AsOnGpu,
+    LiveStorages,
+    Recording,
+    build_fake_step,
+    estimate_library_bytes,
+)
+from tula_cli.worker.measure.inspect import estimate_footprints
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -236,7 +240,7 @@ def test_buckets_are_closed_as_ddp_closes_them():
     model = zoo.build_model(spec("resnet18"), 10)
     parameters = list(model.parameters())
     assigned, _ = torch.distributed._compute_bucket_assignment_by_size(parameters[::-1], [2**20, 25 * 2**20])
-    views = buffers.ddp_buckets(parameters)
+    views = fake_tensor_step.ddp_buckets(parameters)
     found = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
     expected = [sum(parameters[::-1][i].numel() * 4 for i in bucket) for bucket in assigned]
     assert sorted(found.values()) == sorted(expected)
@@ -454,7 +458,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
 
 @pytest.mark.torch
 def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two_ranks: Path):
-    views = buffers.ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
+    views = fake_tensor_step.ddp_buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
     expected = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
     for found in facts(two_ranks, "buckets"):
         assert found["reduced"] == found["reduced again"]

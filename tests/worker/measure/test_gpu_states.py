@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tula_cli.run.records.probes import GpuState
-from tula_cli.worker.measure import gpu_states
-from tula_cli.worker.measure.gpu_states import GpuStateRecorder
+from tula_cli.worker.measure import probe
+from tula_cli.worker.measure.probe import GpuStateRecorder
 from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
@@ -68,7 +68,7 @@ def states(
 ) -> tuple[GpuState, GpuState] | None:
     """Return what some looks tell on a rank with such an NVML."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
-    monkeypatch.setattr(gpu_states, "gpu_uuid", lambda: UUID)
+    monkeypatch.setattr(probe, "gpu_uuid", lambda: UUID)
     monkeypatch.setattr(Group, "others", others)
     found = GpuStateRecorder(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
     for _ in range(looks):
@@ -106,6 +106,6 @@ def test_a_cpu_has_no_such_state(alone: Ranks) -> None:
 def test_the_bits_are_those_of_the_package() -> None:
     nvml: Any = pytest.importorskip("pynvml", reason="needs nvidia-ml-py (the extra nvml)")
     reasons = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
-    assert [getattr(nvml, f"nvmlClocksThrottleReason{reason}") for reason in reasons] == list(gpu_states.REASONS)
+    assert [getattr(nvml, f"nvmlClocksThrottleReason{reason}") for reason in reasons] == list(probe.REASONS)
     for name in ("nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage"):
         assert callable(getattr(nvml, name))

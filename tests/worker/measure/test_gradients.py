@@ -10,9 +10,8 @@ from worker_jobs import gradient, probe_task, spec, trainer
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, half_batch_norms
-from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.measure.probe import GradientNormRecorder, half_batch_norms, run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 

@@ -13,14 +13,14 @@ from torch import nn
 from worker_jobs import gradient, spec, trainer
 from worker_rank_cases import facts
 
-from tula_cli.host.outcome import classify
-from tula_cli.host.processor import processor_name
+from tula_cli.host.failures import classify
+from tula_cli.host.machine import processor_name
 from tula_cli.worker import device, environment
 from tula_cli.worker.device import read_process_memory
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.watching.sync_spy import SynchronisationTimer
+from tula_cli.worker.train.step_watch import SynchronisationTimer
 
 MB = 2**20
 

@@ -14,7 +14,7 @@ from start_ranks import errors, start_ranks
 from worker_jobs import spec
 
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.cluster_reports import ClusterReport, Transfer
+from tula_cli.run.records.inspections import ClusterReport, Transfer
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.worker import device, nccl
 from tula_cli.worker.measure import node_report

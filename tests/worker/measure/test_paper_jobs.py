@@ -16,7 +16,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.spec.load import load_spec
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Dataset, Model
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 

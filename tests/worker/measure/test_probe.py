@@ -11,7 +11,7 @@ from worker_jobs import probe_task, spec
 from tula_cli.errors import Diverged, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.measure import probe as worker_measure_probe
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks

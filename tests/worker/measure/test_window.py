@@ -14,11 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worker_jobs import probe_task, spec, trainer, weights
 
 from tula_cli.run.directory import RunDir
-from tula_cli.spec.parts.of_search import Search
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.measure.looks import looks
-from tula_cli.worker.measure.probe import StepBlocks, run_probes
-from tula_cli.worker.measure.window import count_steps_for_median, count_steps_to_time, count_warm_up_steps
+from tula_cli.spec.sections import Search
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.measure import probe
+from tula_cli.worker.measure.probe import (
+    StepBlocks,
+    count_steps_for_median,
+    count_steps_to_time,
+    count_warm_up_steps,
+    run_probes,
+)
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -157,7 +162,7 @@ def test_the_weights_are_those_that_the_warm_up_has_left(alone: Ranks) -> None:
     steps = worker_train_loop.run_steps(subject)
     next(steps)
     before = weights(subject)
-    with looks.zero_learning_rate(subject):
+    with probe.zero_learning_rate(subject):
         list(itertools.islice(steps, 3))
         assert all(torch.equal(value, before[name]) for name, value in weights(subject).items())
     next(steps)
@@ -184,11 +189,11 @@ def test_the_loader_is_timed_by_the_samples_of_a_step(alone: Ranks, monkeypatch:
     subject = trainer(spec(train={"accumulate": 2}), alone, datasets=data)
     next(worker_train_loop.run_steps(subject))
     monkeypatch.setattr(type(data.train), "__getitem__", give_slowly)
-    monkeypatch.setattr(looks, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert looks.loader_time(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    assert probe.loader_time(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
     short = spec(train={"accumulate": 2}, search={"max_seconds": 3, "min_seconds": 0})
     subject.spec, clock.now = short, 0.0
-    assert looks.loader_time(subject)[0] == pytest.approx(8.0)
+    assert probe.loader_time(subject)[0] == pytest.approx(8.0)
     assert clock.now == 8.0, "the first, and one beyond the most seconds"
 
 

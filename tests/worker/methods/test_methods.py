@@ -20,14 +20,14 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import warmup_epochs
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.ghost import GhostBatchNorm
+from tula_cli.worker.build.data import build_datasets
+from tula_cli.worker.build.norms import GhostBatchNorm
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.methods.scaling import excluded_parameters
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.sizes.dividing import check_ghost_batches
+from tula_cli.worker.train.batch_partition import check_ghost_batches
 
 ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
 METHODS: dict[str, dict[str, Any]] = {

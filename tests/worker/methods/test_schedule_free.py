@@ -12,7 +12,7 @@ from worker_jobs import LeavesAt, rows, same, spec, train_task, trained, trainer
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation

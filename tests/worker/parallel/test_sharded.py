@@ -21,13 +21,13 @@ from worker_jobs import blocks, spec, trainer
 from tula_cli.errors import CannotWrite, SpecError, TulaError
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.run.directory import RunDir
+from tula_cli.run.imports import with_weights
 from tula_cli.run.records.probes import GradientStats, Measured
-from tula_cli.run.source.weights_file import with_weights
-from tula_cli.worker.build.finetune import initial_weights
-from tula_cli.worker.build.finetune.shares_reader import SafeLoadPlanner, _MetadataUnpickler
-from tula_cli.worker.measure import footprint
-from tula_cli.worker.parallel import saved_shares
-from tula_cli.worker.parallel.sharded import fsdp_blocks
+from tula_cli.worker.build import finetune
+from tula_cli.worker.build.finetune import SafeLoadPlanner, _MetadataUnpickler
+from tula_cli.worker.measure import inspect
+from tula_cli.worker.parallel import sharded_checkpoint
+from tula_cli.worker.parallel.sharding import fsdp_blocks
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint
 from tula_cli.worker.train import loop as worker_train_loop
@@ -134,7 +134,7 @@ def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
     first, second = begun(), begun()
     next(worker_train_loop.run_steps(first))
     checkpoint.write_sharded(tmp_path / "1.dcp", first, best={})
-    saved_shares.load_sharded(tmp_path / "1.dcp", second.parallel.module, second.base)
+    sharded_checkpoint.load_sharded(tmp_path / "1.dcp", second.parallel.module, second.base)
     states = [
         {name: subject.base.state.get(p) for name, p in subject.parallel.module.named_parameters()}
         for subject in (first, second)
@@ -194,7 +194,7 @@ def test_a_block_inside_another_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(16, 8, bias=False)))
     train = spec(train={"parallel": "fsdp", "fsdp_blocks": ["Linear", "Block"]}).train
     model[1].__class__ = type("Block", (nn.Sequential,), {})
-    told = footprint.describe_gathering(model, train)
+    told = inspect.describe_gathering(model, train)
     assert "3 blocks of at most 0.000488 MiB" in told and "and 0 MiB that stay" in told
 
 
@@ -221,7 +221,7 @@ def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
 def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_path: Path) -> None:
     path = (RunDir(shares / "broken").training(TRAIN.signature).path / "last").resolve()
     saved = torch.load(shares / "broken.pt")
-    found = initial_weights.read_weights(str(path))
+    found = finetune.read_weights(str(path))
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     job = spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
     assert with_weights("", job) != with_weights("", spec())
@@ -229,7 +229,7 @@ def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_p
     shutil.copytree(path, damaged)
     (damaged / ".metadata").write_bytes(b"x")
     with pytest.raises(SpecError, match=r"model.weights: .*000000000288\.dcp"):
-        initial_weights.read_weights(str(damaged))
+        finetune.read_weights(str(damaged))
 
 
 class Planted:
@@ -260,7 +260,7 @@ def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: p
     shutil.copytree(path, tmp_path / "foreign.dcp")
     (tmp_path / "foreign.dcp" / ".metadata").write_bytes(pickle.dumps(Planted()))
     with pytest.raises(SpecError, match=r"the metadata names pathlib\.Path"):
-        initial_weights.read_weights("foreign.dcp")
+        finetune.read_weights("foreign.dcp")
     value = io.BytesIO()
     torch.save(Planted(), value)
     value.seek(0)
@@ -287,14 +287,14 @@ def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
     subject = trainer(TRAIN.spec, alone)
     place = tmp_path / "000000000016.dcp"
     with monkeypatch.context() as patched:
-        patched.setattr(saved_shares, "_checksum", lambda _: -1)
+        patched.setattr(sharded_checkpoint, "_checksum", lambda _: -1)
         with pytest.raises(CannotWrite, match="cannot be read again"):
             checkpoint.write_sharded(place, subject, best={})
     assert not place.exists()
     checkpoint.write_sharded(place, subject, best={})
-    assert saved_shares.is_complete(place, alone)
+    assert sharded_checkpoint.is_complete(place, alone)
     (place / "sums.json").write_text("[1]")
-    assert not saved_shares.is_complete(place, alone)
+    assert not sharded_checkpoint.is_complete(place, alone)
 
 
 def test_a_full_disk_in_the_middle_of_a_share_is_told(

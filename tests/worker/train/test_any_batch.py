@@ -13,14 +13,19 @@ from worker_jobs import rows, same, train_task, trained, trainer
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.worker import device
-from tula_cli.worker.build.batches.calling import ModelCall
-from tula_cli.worker.build.batches.tokens import TokenCounter, sequence_length
-from tula_cli.worker.build.batches.tree import allocate_batch, describe_tree, slice_batch
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.batches import (
+    ModelCall,
+    TokenCounter,
+    allocate_batch,
+    describe_tree,
+    sequence_length,
+    slice_batch,
+)
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
+from tula_cli.worker.measure import probe
 from tula_cli.worker.measure.inspect import inspect_job
-from tula_cli.worker.measure.looks import looks
-from tula_cli.worker.measure.looks.gradients import half_batch_norms
+from tula_cli.worker.measure.probe import half_batch_norms
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluator
@@ -266,5 +271,5 @@ def test_gradients_are_not_looked_at_where_there_is_no_room_for_them(
 ) -> None:
     subject = trainer(tokens(**even("pair"), search={"nodes": [1]}), alone)
     stream = worker_train_loop.run_steps(subject)
-    found = looks._gradient_stats(subject, stream, norms=3, room=room)
+    found = probe._gradient_stats(subject, stream, norms=3, room=room)
     assert (found.steps > 0) is looked and found.batch == 2 * found.local_batch

@@ -11,7 +11,7 @@ from worker_jobs import gradient, rows, same, spec, train_task, trainer
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from worker_jobs import same, spec, trainer, weights
 
 from tula_cli.errors import SpecError
-from tula_cli.worker.build.batches.calling import ModelCall
+from tula_cli.worker.build.batches import ModelCall
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import hessian
 from tula_cli.worker.train import loop as worker_train_loop

@@ -16,9 +16,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch_size
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.sampling import Position, permutation
+from tula_cli.worker.build.data import Datasets, Position, build_datasets, permutation
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import stable_seed
 from tula_cli.worker.train import checkpoint, evaluation, hessian

@@ -16,13 +16,12 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.sampling import MicroBatchSampler, Position, permutation
+from tula_cli.worker.build.data import MicroBatchSampler, Position, build_datasets, permutation
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.methods import scaling
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.watching.step_watch import StepWatch
+from tula_cli.worker.train.step_watch import StepWatch
 
 RAMP = [{"samples": 40, "batch": 8}, {"epochs": 1.25, "batch": 16}]
 """Of epochs of 100 samples: 5 steps of 8, one of 16 x 3 in the first epoch, and a change in the middle of the second."""

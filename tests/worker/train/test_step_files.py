@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import worker_jobs
 from tula_cli.run.directory import RunDir
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import training, training_log

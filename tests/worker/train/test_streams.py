@@ -13,8 +13,13 @@ from worker_jobs import same, trained, trainer, weights
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.sampling import MicroBatchSampler, Position, build_eval_loader, build_train_loader
+from tula_cli.worker.build.data import (
+    MicroBatchSampler,
+    Position,
+    build_datasets,
+    build_eval_loader,
+    build_train_loader,
+)
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop

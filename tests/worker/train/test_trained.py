@@ -12,11 +12,11 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Evaluated
 from tula_cli.run.records.tasks import EvaluateTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.datasets import build_datasets, build_test_dataset
+from tula_cli.worker.build.data import build_datasets, build_test_dataset
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.judging.trained import evaluate_checkpoint
+from tula_cli.worker.train.evaluate_checkpoint import evaluate_checkpoint
 
 HERE = __name__
 NORM = {"args": {"norm": True, "dropout": 0.2}}

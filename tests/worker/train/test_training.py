@@ -18,8 +18,7 @@ from tula_cli.errors import Diverged
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.sampling import permutation
+from tula_cli.worker.build.data import build_datasets, permutation
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks

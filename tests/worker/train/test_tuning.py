@@ -17,11 +17,11 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.preemption import PreemptionHandler
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import checkpoint, evaluation, tuning
+from tula_cli.worker.train import auto_tune, checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 
 WILD = {"name": "wild", "lr_factor": 1e30}
@@ -73,7 +73,7 @@ def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batc
 def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     """Return the weights of a training that goes on as an arm after an epoch of batch 8, without any tuning."""
     data = build_datasets(job())
-    plain, own = (tuning.Choice(a, 1.0).task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
+    plain, own = (auto_tune.Choice(a, 1.0).task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
     first = worker_train_loop.build_trainer(plain, ranks, data, batch=16, workers=0, refresh=True)
     list(itertools.islice(worker_train_loop.run_steps(first), 12))
     then = worker_train_loop.build_trainer(own, ranks, data, batch=16, workers=0, refresh=True)
@@ -179,7 +179,7 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
 
     monkeypatch.setattr(evaluation, "recompute_batch_norm_statistics", settling)
     tuned(run, alone, FAST)
-    assert settled == [tuning.SETTLING_STEPS] * 2
+    assert settled == [auto_tune.SETTLING_STEPS] * 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]
     assert seen[1] == pytest.approx([0.1] * 11), "where the branches begin: at the reference batch"
@@ -191,11 +191,11 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
 def test_the_held_out_part_is_neither_trained_nor_augmented(alone: Ranks) -> None:
     subject = job()
     data = build_datasets(subject)
-    split = tuning.hold_out_samples(subject, data, batch=16)
+    split = auto_tune.hold_out_samples(subject, data, batch=16)
     trained, held = split.train.samples, split.eval.samples
     assert sorted([*trained.indices, *held.indices]) == list(range(100))  # type: ignore[attr-defined]
     assert (len(trained), len(held)) == (90, 10)  # type: ignore[arg-type]
-    again = tuning.hold_out_samples(subject, build_datasets(subject), batch=16)
+    again = auto_tune.hold_out_samples(subject, build_datasets(subject), batch=16)
     assert again.eval.samples.indices == held.indices  # type: ignore[attr-defined]
 
 
@@ -237,7 +237,7 @@ def test_the_held_out_part_is_seen_through_the_transforms_of_an_evaluation() -> 
     turned = {"train": [{"RandomRotation": {"degrees": [90, 90]}}, "ToTensor"], "eval": ["ToTensor"]}
     subject = spec(train={"method": "auto"}, dataset={"name": "digits"}, transforms=turned)
     data = build_datasets(subject)
-    held = tuning.hold_out_samples(subject, data, batch=16).eval
+    held = auto_tune.hold_out_samples(subject, data, batch=16).eval
     index = held.samples.indices[0]  # type: ignore[attr-defined]
     straight, label = build_datasets(spec(dataset={"name": "digits"})).train[0, index]
     assert torch.equal(held[0][0], straight)
@@ -251,11 +251,13 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
     trainer = worker_train_loop.build_trainer(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
     conv, norm = trainer.parallel.module[0], trainer.parallel.module[1]
     norm.running_mean.fill_(99.0)
-    evaluation.recompute_batch_norm_statistics(trainer, batches=tuning.SETTLING_STEPS, between=lambda: None)
+    evaluation.recompute_batch_norm_statistics(trainer, batches=auto_tune.SETTLING_STEPS, between=lambda: None)
     with torch.no_grad():
         seen = [
             conv(images)
-            for images, _ in itertools.islice(worker_train_loop.upcoming_micro_batches(trainer), tuning.SETTLING_STEPS)
+            for images, _ in itertools.islice(
+                worker_train_loop.upcoming_micro_batches(trainer), auto_tune.SETTLING_STEPS
+            )
         ]
     expected = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
     torch.testing.assert_close(norm.running_mean, expected)
@@ -264,11 +266,11 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
 def test_a_batch_larger_than_what_is_left_is_refused() -> None:
     subject = job()
     with pytest.raises(SpecError, match=r"90 of 100 training samples are left .* fewer than the batch of 96"):
-        tuning.hold_out_samples(subject, build_datasets(subject), batch=96)
+        auto_tune.hold_out_samples(subject, build_datasets(subject), batch=96)
 
 
 def test_a_branch_that_diverges_is_left_at_once(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "STEPS_BETWEEN_CHECKS", 1)
+    monkeypatch.setattr(auto_tune, "STEPS_BETWEEN_CHECKS", 1)
     _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
     wild = next(branch for branch in found.branches if branch.arm == "wild")
     assert wild.diverged
@@ -283,7 +285,7 @@ def test_a_branch_that_diverges_is_left_at_once(alone: Ranks, run: RunDir, monke
 def test_worse_than_guessing_and_than_the_control_counts_as_diverged(loss: float, control: float, gone: bool) -> None:
     result = evaluation.Evaluation(loss=loss, top1=40.0, top5=90.0, samples=10)
     other = halving.Branch(arm="lbt", rung=1, epochs=1, samples=1, loss=control, top1=50, diverged=False, seconds=1)
-    assert tuning._has_diverged(result, 3, other) is gone, "chance is ln 3 = 1.0986"
+    assert auto_tune._has_diverged(result, 3, other) is gone, "chance is ln 3 = 1.0986"
 
 
 def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
@@ -371,7 +373,7 @@ def test_at_another_batch_a_choice_stays_with_at_most_linear_scaling(alone: Rank
     chosen = Arm(name="x2", lr_factor=2)
     run.write_tuning(Tuning(signature=first.signature, batch=16, start=96, epoch=1, arms=(chosen,), chosen=chosen))
     task = train_task(first.spec, batch=12, signature=first.signature)
-    choice = tuning.load_choice(task, run, alone)
+    choice = auto_tune.load_choice(task, run, alone)
     assert choice is not None
     assert choice.arm.lr_factor == 1.5, "12 / 8"
 
@@ -383,7 +385,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     monkeypatch.setattr(
         halving, "rank_branches", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm))
     )
-    monkeypatch.setattr(tuning.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
+    monkeypatch.setattr(auto_tune.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
     task, found = tuned(run, alone, FAST, SCALED)
     assert found.broken == ("fast", "scaled")
     assert found.chosen == Arm(name="lbt")
@@ -408,11 +410,11 @@ def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
 
 
 def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
-    choice = tuning.Choice(Arm(name="x2", lr_factor=2), 1.0, longest=4.0, limit=0.5)
+    choice = auto_tune.Choice(Arm(name="x2", lr_factor=2), 1.0, longest=4.0, limit=0.5)
     assert not choice.is_behind(0.6, epoch=8.9)
     assert choice.is_behind(0.6, epoch=9.0) and choice.is_behind(math.nan, epoch=9.0)
     assert not choice.is_behind(0.5, epoch=9.0)
-    assert not tuning.Choice(Arm(name="lbt"), 1.0, longest=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
+    assert not auto_tune.Choice(Arm(name="lbt"), 1.0, longest=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
 
 
 def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(

@@ -7,26 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.forkserver import RankCommand
-from tula_cli.cluster.rank_start import runs_script, world_size
-from tula_cli.cluster.scripts import scaled, values
-from tula_cli.cluster.scripts.copies import copy_shim
-from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ResumeTest
-from tula_cli.cluster.scripts.script_training import ScriptTraining
-from tula_cli.cluster.scripts.values import ScriptProcess, script_of
+from tula_cli.cluster.rank_processes import RankCommand, runs_script, world_size
+from tula_cli.cluster.scripts import methods, placeholders
+from tula_cli.cluster.scripts.methods import copy_shim
+from tula_cli.cluster.scripts.placeholders import ScriptProcess, script_of
+from tula_cli.cluster.scripts.resume_test import ResumeTest
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import interface_variables
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, write_error
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.shim import Expected, ShimPlan
+from tula_cli.run.records.scripts import Expected, ShimPlan
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.run.source.command_file import in_snapshot, snapshot_path
+from tula_cli.run.script_files import in_snapshot, snapshot_path
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import fill, render
+from tula_cli.spec.scripts.script import Script
 
 MAX_PROBE_STEPS = 1000
 """Timed steps of a probe whose steps take next to nothing."""
@@ -105,7 +104,7 @@ class ScriptStart:
             world=self.command.ranks,
             batch=self.command.batch,
             accumulate=spec.train.accumulate * self._splits if counted else None,
-            lr=values.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
+            lr=placeholders.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
             dataset=None if script.dataset_size == "auto" else script.dataset_size,
         )
         search, start = spec.search, self.command.rehearsal
@@ -124,8 +123,8 @@ class ScriptStart:
             row=ROW_SECONDS if start is None else 0.0,  # a row a step
             save=script.save == "hooks",
             checkpoint=self._hook_save_path(script),
-            ags=scaled.ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
-            ortho=scaled.ortho_plan(self.run, self.task, self.command),
+            ags=methods.ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
+            ortho=methods.ortho_plan(self.run, self.task, self.command),
             schedule=start is not None,
             files=None if isinstance(self.task, TrainTask) else (str(self._output_folder()),),
             rehearsal=None if self._resume_test is None or start is None else self._resume_test.kill_plan(start),
@@ -156,10 +155,10 @@ class ScriptStart:
         """Return what the placeholders stand for."""
         spec = self._spec
         ranks = self.command.ranks
-        workers = values.loader_workers(
+        workers = placeholders.loader_workers(
             spec, threads=self._cores_per_rank(), ranks_here=ranks, task=_as_training(self.task)
         )
-        return values.placeholder_values(
+        return placeholders.placeholder_values(
             spec, process, batch=self.command.batch, out=self._output_folder(), run=self.run.path.absolute(), workers=workers,
             checkpoint=self.command.checkpoint, splits=self._splits,
         )  # fmt: skip

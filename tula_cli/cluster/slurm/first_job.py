@@ -10,24 +10,24 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from tula_cli.cluster.batch_launcher import find_queued, submit_script
+from tula_cli.cluster.chains import YOUNG_SECONDS, folder_patience
 from tula_cli.cluster.inspection import (
     INSPECTION_TIMEOUT,
     PROGRAM,
+    CachedInspection,
     Inspect,
     interpreter_command,
     interpreter_failed,
     limit_exceeded,
     parse_inspection,
+    unmeasured_settings,
 )
-from tula_cli.cluster.kept_inspection import CachedInspection, unmeasured_settings
 from tula_cli.cluster.launcher import submitting
-from tula_cli.cluster.scheduling.batch_launcher import find_queued, submit_script
-from tula_cli.cluster.scheduling.chains import YOUNG_SECONDS, folder_patience
-from tula_cli.cluster.scheduling.protocol import JobRequest
+from tula_cli.cluster.scheduler import JobRequest
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.path_patterns import require_plain_path
 from tula_cli.cluster.slurm.sbatch import submitit_parameters
-from tula_cli.cluster.slurm.scheduler import SlurmScheduler
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler, require_plain_path
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, read_text, write_atomic, write_record
@@ -116,7 +116,7 @@ def _log_path(run: RunDir, id_: str) -> Path:
 
 def inspection_script(run: RunDir, spec: JobSpec) -> str:
     """Return what would be submitted, as text; touches nothing."""
-    from tula_cli.cluster.slurm.script import ScriptWriter
+    from tula_cli.cluster.slurm.scheduler import ScriptWriter
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
     require_plain_path(run.path)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.assets import site_asset
-from tula_cli.cluster.scheduling.chains import time_limit
+from tula_cli.cluster.chains import time_limit
 from tula_cli.errors import SpecError
+from tula_cli.run import package
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
-from tula_cli.run.upkeep import package
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import cluster_signature

@@ -6,18 +6,142 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster.scheduling.protocol import JobRequest, Limits, Place, Queued, SchedulerState
-from tula_cli.cluster.slurm import command, partitions, queue
+import submitit
+
+from tula_cli.cluster.chains import LONGEST_DELAY
+from tula_cli.cluster.scheduler import JobRequest, Limits, Place, Queued, SchedulerState, lines_to_open_log, log_word
+from tula_cli.cluster.slurm import command, queue, site
 from tula_cli.cluster.slurm.command import call_slurm
-from tula_cli.cluster.slurm.refused_jobs import refusal_error
-from tula_cli.errors import SchedulerError
+from tula_cli.cluster.slurm.queue import DELAYED, GAVE_UP, WAITS
+from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run.records.base import OutcomeClass
+
+# --- Patterns in the paths of a job's files
+
+_OF_SLURM = re.compile(r"[%\\]")
+
+
+def require_plain_path(run: Path) -> None:
+    """See that the files of a run's jobs would be where tula looks for them.
+
+    Args:
+        run: the run directory. SLURM knows many patterns, by its version, and takes `\\` for the end of them.
+
+    Raises:
+        SpecError: something in the path would be replaced.
+    """
+    path = str(run.resolve())
+    match = _OF_SLURM.search(path)
+    if match is None:
+        return
+    pattern = path[match.start() : match.start() + 2]
+    raise SpecError(
+        f"the run directory {path} has {pattern} in its path, for which SLURM would put something else (as it puts a job's id for"
+        " %j)",
+        "choose another folder with --run-dir, or rename that one",
+    )
+
+
+# --- Refusals of sbatch
+
+HINTS = {
+    "maxsubmitjob": "wait until some of your jobs have ended, or cancel some; squeue --user $USER lists them",
+    "accounting/qos policy": "ask for less, or set cluster.slurm.account or qos; sacctmgr show assoc, qos lists limits",
+    "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists yours",
+    "partition": "set cluster.slurm.partition; sinfo lists them",
+    "qos": "set cluster.slurm.qos; sacctmgr show qos lists them",
+    "reservation": "set cluster.slurm.reservation; scontrol show reservation lists them",
+    "feature": "set cluster.slurm.constraint; sinfo -o '%f' lists the features",
+    "node count": "search fewer nodes, or another partition",
+    "time limit": "lower search.max_minutes or cluster.slurm.minutes",
+    "memory": "lower cluster.slurm.memory",
+    "gres": "check cluster.gpus_per_node against sinfo -o '%G'",
+    "contact slurm controller": "the controller is down or out of reach; run the same command again later",
+    "timed out": "the controller is busy; run the same command again later",
+}
+"""What to do about a refusal, by the words in it; the first that fits."""
+
+
+def refusal_error(output: str) -> SchedulerError:
+    """Return sbatch's refusal in its own words, and what to do about it."""
+    messages = [line.strip().removeprefix("sbatch: error: ") for line in output.splitlines() if "sbatch:" in line]
+    text = "; ".join(messages) or output.strip().rpartition("\n")[2] or "it did not say why"
+    hint = next(
+        (hint for keyword, hint in HINTS.items() if keyword in text.lower()), "check the cluster section of the job"
+    )
+    return SchedulerError(f"sbatch refused the job: {text}", hint)
+
+
+# --- Job scripts
+
+NULL_DEVICE = "/dev/null"
+
+
+class ScriptWriter(submitit.SlurmExecutor):
+    """A thin executor that writes submitit's script and calls no sbatch.
+
+    submitit's own submission has no time limit, passes an allocation's variables on, prints what sbatch says and cannot
+    take over a job that was accepted unheard. The two hooks used here are the ones that submitit's own executors override.
+
+    Args:
+        folder: of the logs.
+        patience: seconds for which the job waits for its folders.
+        python: the shell's command that starts Python; None for the interpreter that runs now.
+    """
+
+    def __init__(self, folder: Path, *, patience: int, python: str | None = None) -> None:
+        super().__init__(folder=folder, python=python)
+        self._patience = patience
+        self._interpreter = "" if python else sys.executable
+
+    def text(self, command: str | None = None) -> str:
+        """Return the script that sbatch is given, with the parameters set so far.
+
+        Args:
+            command: what srun starts; submitit, which calls what was left for it, where nothing is said.
+        """
+        options = self.parameters.get("additional_parameters") or {}
+        setup = self.parameters.get("setup") or []
+        # SLURM fails a job whose log it cannot open, so the script opens it.
+        self.update_parameters(
+            setup=[*self._open_log(options), *setup],
+            additional_parameters={"output": NULL_DEVICE, "error": NULL_DEVICE, **options},
+        )
+        return str(self._make_submission_file_text(command or self._submitit_command_str, ""))
+
+    def _open_log(self, options: Mapping[str, Any]) -> Sequence[str]:
+        """Return the lines that open the log; a comment among the options of sbatch is put back after a wait."""
+        comment = str(options.get("comment", ""))
+        job = 'scontrol update JobId="$SLURM_JOB_ID"'
+        pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'
+        return lines_to_open_log(
+            log_word(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
+            folder=shlex.quote(str(options["chdir"])) if "chdir" in options else '"$SLURM_SUBMIT_DIR"',
+            patience=self._patience,
+            python=self._interpreter,
+            on_wait=[f'{job} Comment="{WAITS}: $tula_why"'],
+            on_give_up=[
+                f'{job} Comment="{GAVE_UP} after $tula_waited s: $tula_why"',
+                f"tula_next=$({pending} | sort -n | head -n 1)",
+                f'[ -z "$tula_next" ] || scontrol update JobId="$tula_next" StartTime=now+{LONGEST_DELAY}minutes'
+                + (
+                    ""
+                    if comment
+                    else f' Comment="{DELAYED} by {LONGEST_DELAY} min, because job $SLURM_JOB_ID gave up: $tula_why"'
+                ),
+            ],
+            on_resume=[f"{job} Comment={shlex.quote(comment)}"],
+        )
+
+
+# --- The scheduler
 
 ACCEPTANCE_LAG = 10.0
 """Seconds that a job accepted by a busy controller may take to appear in the queue."""
@@ -49,7 +173,6 @@ class SlurmScheduler:
 
     def script(self, job: JobRequest) -> str:
         """Return the script of a command; tula's own jobs have one that `sbatch.parameters` asks for."""
-        from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
         writer = ScriptWriter(job.logs, patience=job.patience)
         gpus = {"gpus_per_node": job.gpus_per_node} if job.gpus_per_node else {}
@@ -92,7 +215,7 @@ class SlurmScheduler:
     def partitions(self) -> Sequence[Limits]:
         return [
             Limits(partition.name, partition.default, partition.usable, partition.minutes)
-            for partition in partitions.list_partitions()
+            for partition in site.list_partitions()
             if partition.up
         ]
 

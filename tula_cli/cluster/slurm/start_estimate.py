@@ -4,7 +4,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from tula_cli.cluster.scheduling.chains import time_limit
+from tula_cli.cluster.chains import time_limit
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.cluster.slurm.queue import parse_time
 from tula_cli.cluster.slurm.scheduler import sbatch_environment

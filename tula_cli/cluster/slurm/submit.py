@@ -6,13 +6,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tula_cli.cluster.batch_launcher import BatchLauncher
+from tula_cli.cluster.chains import count_links, folder_patience, start_delay
 from tula_cli.cluster.local import run_supervisor
-from tula_cli.cluster.scheduling.batch_launcher import BatchLauncher
-from tula_cli.cluster.scheduling.chains import count_links, folder_patience, start_delay
-from tula_cli.cluster.scheduling.protocol import JobRequest, Queued
-from tula_cli.cluster.slurm.path_patterns import require_plain_path
+from tula_cli.cluster.scheduler import JobRequest, Queued
 from tula_cli.cluster.slurm.sbatch import job_python, submitit_parameters
-from tula_cli.cluster.slurm.scheduler import SlurmScheduler
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler, require_plain_path
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import Task
 
@@ -83,7 +82,7 @@ def chain_name(run: RunDir, task: Task) -> str:
 
 def job_script(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
     """Return the script of one job."""
-    from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
+    from tula_cli.cluster.slurm.scheduler import ScriptWriter  # submitit: of use to those who submit alone
 
     require_plain_path(run.path)
     writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task), python=job_python(task))

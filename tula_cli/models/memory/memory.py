@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.records.components import Components, Footprint, ModelStates, PeakMemory
+from tula_cli.run.records.base import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured
 
 Number = Any

@@ -14,7 +14,7 @@ from typing import Literal
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import StageDecision
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_train import MIN_STAGE_SHARE
+from tula_cli.spec.sections import MIN_STAGE_SHARE
 from tula_cli.words import number
 
 GROWTH = 0.65

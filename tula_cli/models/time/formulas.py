@@ -1,28 +1,195 @@
 """The formulas of the step-time model, with their derivatives by the whitened coordinates that are fitted."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tula_cli.models.time.priors import (
-    CROWDED,
-    EXPOSED,
-    FLOOR,
-    FORWARD,
-    GROWTH,
-    INNER,
-    INSIDE,
-    LEVEL,
-    PARAMETERS,
-    SHARED,
-    SLOPE,
-    Flags,
-    Floats,
-    Priors,
-)
-from tula_cli.models.time.residuals import Process
+# --- Priors
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is believed of one parameter before any probe: a normal distribution."""
+
+    mean: float
+    sd: float
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """How far a residual may go (standard deviations of a logarithm) and how soon it changes (length of its argument)."""
+
+    sd: float
+    length: float
+    white: float  # beside the smooth part, what belongs to one place alone
+
+
+@dataclass(frozen=True)
+class Local:
+    """A residual over ln b and ln N together: how far it may go, and how soon it changes over either."""
+
+    sd: float
+    batch: float
+    replicas: float
+
+
+@dataclass(frozen=True)
+class Priors:
+    """Everything that the fit believes before it has seen a probe."""
+
+    slope: Prior = Prior(0.0, 2.0)  # ln k, against the scale of the probes
+    floor: Prior = Prior(0.85, 1.4)  # ln of f over k times the smallest batch
+    level: Prior = Prior(-1.6, 1.5)  # ln m_0, against the compute of the smallest batch
+    growth: Prior = Prior(0.0, 0.6)  # rho, beyond the collective's shape
+    inside: Prior = Prior(-0.9, 1.1)  # ln of synchronisation inside one node over m_0
+    forward: Prior = Prior(-0.95, 0.7)  # logit phi
+    exposed: Prior = Prior(-2.6, 1.0)  # ln tau
+    shared: Prior = Prior(0.0, 0.3)  # growth of synchronisation between nodes with the GPUs of each
+    inner: Prior = Prior(0.7, 0.4)  # and of that inside a node
+    crowded: Prior = Prior(0.1, 0.2)  # growth of the floor with the GPUs of a node, whose processes share its CPU
+    compute: Smooth = Smooth(0.06, 1.2, 0.05)  # residual of ln c over ln b
+    sync: Smooth = Smooth(0.28, 0.25, 0.2)  # residual of ln m over ln R
+    local_step: Local = Local(0.04, 1.0, 0.5)  # residual of ln t over both
+    local_compute: Local = Local(0.04, 1.5, 0.7)  # residual of ln c over both
+    local_sync: Local = Local(
+        0.2, math.inf, 0.5
+    )  # residual of ln m between nodes, where nodes of several sizes were measured
+    p: float = 7.5  # how sharply compute and synchronisation take over from each other
+    q: float = 1.2  # the same for floor and slope
+    step_noise: float = 0.03  # of a step time, from one job to the next
+    compute_noise: float = 0.04  # of its compute, measured apart
+    sync_noise: float = 0.05  # of its synchronisation
+
+    @property
+    def parameters(self) -> tuple[Prior, ...]:
+        return (
+            self.slope,
+            self.floor,
+            self.level,
+            self.growth,
+            self.inside,
+            self.forward,
+            self.exposed,
+            self.shared,
+            self.inner,
+            self.crowded,
+        )
+
+    @cached_property
+    def means(self) -> Floats:
+        return np.array([prior.mean for prior in self.parameters])
+
+    @cached_property
+    def sds(self) -> Floats:
+        return np.array([prior.sd for prior in self.parameters])
+
+
+PRIORS = Priors()
+"""Found on public measurements; `benchmarks/replay/replay_priors.py` tells how well they do where they were not found."""
+
+SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0))
+"""Of a model in shares. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is one of each
+(Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass does its traffic."""
+
+PARAMETERS = 10
+SLOPE, FLOOR, LEVEL, GROWTH, INSIDE, FORWARD, EXPOSED, SHARED, INNER, CROWDED = range(PARAMETERS)
+SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
+    # A ring's traffic grows as 1 - 1/R, by 1.9 from 2 to 16; measured rings do so evenly, not mostly from 2 to 4.
+    "ring": lambda replicas: replicas**0.2,
+    "tree": lambda replicas: np.log2(replicas),
+    "reduce_scatter_allgather": lambda replicas: 2 * (1 - 1 / replicas) + 0.2 * np.log2(replicas),
+    "parameter_server": lambda replicas: replicas - 1,
+}
+"""How synchronisation grows with the replicas (two and more), up to a factor."""
+
+
+# --- Correlated residuals
+
+
+@dataclass(frozen=True)
+class Process:
+    """A Gaussian process over a logarithm with its values at some places as whitened coordinates."""
+
+    places: Floats
+    sd: float
+    length: float
+    white: float
+    _root: Floats  # lower Cholesky factor of the covariance at the places
+
+    @classmethod
+    def over(cls, positions: Floats, residual: Smooth) -> "Process":
+        unique = np.unique(positions)
+        sd, length, white = residual.sd, residual.length, residual.white
+        process = cls(unique, sd, length, white, np.zeros((0, 0)))
+        covariance = process._covariance(unique, unique) + 1e-10 * np.eye(len(unique))
+        return cls(unique, sd, length, white, np.asarray(np.linalg.cholesky(covariance), dtype=float))
+
+    def map(self, at: Floats) -> Floats:
+        """Return the matrix, shape (n, places), that takes coordinates to the expected values at `at`."""
+        if not len(self.places):
+            return np.zeros((len(at), 0))
+        distinct, where = np.unique(at, return_inverse=True)
+        mapped = np.asarray(np.linalg.solve(self._root, self._covariance(self.places, distinct)), dtype=float)
+        return mapped.T[where]
+
+    def unseen_variance(self, at: Floats) -> Floats:
+        """Return the variance that the values at the places leave, shape (n,)."""
+        explained: Floats = np.square(self.map(at)).sum(axis=1)
+        return np.maximum(0.0, self.sd**2 + self.white**2 - explained)
+
+    def unseen_covariance(self, at: Floats) -> Floats:
+        """Return the covariance that the values at the places leave, shape (n, n)."""
+        mapped = self.map(at)
+        return self._covariance(at, at) - mapped @ mapped.T
+
+    def _covariance(self, left_positions: Floats, right_positions: Floats) -> Floats:
+        off = np.abs(left_positions[:, None] - right_positions[None, :])
+        smooth: Floats = self.sd**2 * np.exp(-0.5 * (off / self.length) ** 2)
+        return smooth + self.white**2 * (off < 1e-9)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the local residuals are part of: each row is a ln t (which all enter) or a ln c. Arrays of one length."""
+
+    batch: Floats
+    replicas: Floats
+    gpus: Floats  # of a node, where they are not as many everywhere
+    by_step: Floats  # derivative by the residual of ln t: 1, and 0 for a ln c
+    by_compute: Floats  # and by that of ln c
+    by_across: Floats  # and by that of ln m between nodes; 0 where nodes of one size were measured
+
+    def covariance(self, others: "Rows", priors: Priors) -> Floats:
+        """Return the covariance of the local residuals' part in these rows and in others, shape (n, m)."""
+        off = [
+            np.subtract.outer(np.log(a), np.log(b))
+            for a, b in ((self.batch, others.batch), (self.replicas, others.replicas), (self.gpus, others.gpus))
+        ]
+        step = np.outer(self.by_step, others.by_step) * _local_covariance(priors.local_step, *off)
+        compute = np.outer(self.by_compute, others.by_compute) * _local_covariance(priors.local_compute, *off)
+        return step + compute + np.outer(self.by_across, others.by_across) * _local_covariance(priors.local_sync, *off)
+
+    def variance(self, priors: Priors) -> Floats:
+        """Return the diagonal of their own covariance, shape (n,)."""
+        residuals = (priors.local_step, priors.local_compute, priors.local_sync)
+        by = (self.by_step, self.by_compute, self.by_across)
+        contributions = [(factor * residual.sd) ** 2 for factor, residual in zip(by, residuals, strict=True)]
+        return np.asarray(np.sum(contributions, axis=0), dtype=float)
+
+
+def _local_covariance(residual: Local, batch: Floats, replicas: Floats, gpus: Floats) -> Floats:
+    off = (batch / residual.batch) ** 2 + (replicas / residual.replicas) ** 2 + (gpus / residual.replicas) ** 2
+    return np.asarray(residual.sd**2 * np.exp(-0.5 * off))
+
+
+# --- Formulas
 
 _ADDITIVE_TERMS = 5
 

@@ -8,14 +8,354 @@ holds how far the two are apart.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tula_cli.models.time import overlap
-from tula_cli.models.time.formulas import Points
-from tula_cli.models.time.overlap import Overlap, Posterior
-from tula_cli.models.time.priors import PRIORS, Floats, Priors
+from tula_cli.models.time.formulas import (
+    LEVEL,
+    PARAMETERS,
+    PRIORS,
+    SHAPES,
+    FeaturePoints,
+    Flags,
+    Floats,
+    ModelValues,
+    Points,
+    Priors,
+    ReferenceFrame,
+    Rows,
+    evaluate,
+)
+
+if TYPE_CHECKING:
+    from statsmodels.regression.linear_model import RegressionResultsWrapper
+
+
+# --- The exponent of overlap
+#
+#     t(R, b) = phi c + [((1 - phi) c)^p + m^p]^(1/p) + tau m
+#     c(b) = [f^q + (k b)^q]^(1/q) exp(u(ln b))                      local compute: floor f, slope k
+#     m(R) = m_0 shape(R) / shape(R_0) (R / R_0)^rho exp(v(ln R))    synchronisation; none for one replica
+#
+# A share 1 - phi of the compute (the backward pass) hides the synchronisation as far as it can; p says how sharply one takes
+# over from the other, and tau is the share of the synchronisation that nothing hides. u and v are smooth residuals (Gaussian
+# processes). The paper's Eq. 2 is the case p = 1, phi = 0, tau = 0 without residuals: the parts simply add up.
+#
+# Where nodes of several sizes were measured, g GPUs each, the synchronisation between nodes is told apart from that inside them:
+#
+#     m(N, g) = m(N) g^sigma + m_g (g / g_most)^kappa                the second for g > 1, the first for N > 1
+#     f(g) = f g^eta                                                 the floor is the work of a CPU that the GPUs share
+#
+# What a job does at one batch on one number of nodes follows from neither alone, and its neighbours do likewise: ln t and
+# ln c have residuals over (ln b, ln N) as well (and over ln g, as ln m has then). They are no coordinates of the fit but part of the covariance of the probes
+# (generalised least squares); what they tell of a place follows from the probes about it (kriging).
+#
+# A handful of probes does not determine all that. Every parameter has a prior, found on public measurements
+# (benchmarks/replay/replay.py), and the fit is the most probable one (MAP); where the probes say more than the prior, they decide.
+# Times are seconds, batches samples, and everything is fitted in logarithms: errors are shares of the step time.
+
+_NOISE_WEIGHT = 6.0  # the noises of the priors count as much as so many residuals
+_ROUNDS = 3  # of estimating the noise
+_ITERATIONS = 25
+_TOLERANCE = 1e-4
+_LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps alone begins at, in standard deviations
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The posterior after the probes, as far as a prior for other jobs can be made of it."""
+
+    means: Floats  # of the parameters, in the order of Priors.parameters
+    variances: Floats
+    compute: Floats  # expected squares of the residual's whitened coordinates: 1 where it goes as far as its prior says
+    sync: Floats
+    noise: float  # as a multiple of that of the priors
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The fitted model."""
+
+    noise: float  # its estimate, as a multiple of what other clusters show
+    _frame: ReferenceFrame = field(repr=False)
+    _fitted: "_Fitted" = field(repr=False)
+    _data: "_Data" = field(repr=False)
+
+    def predict(self, points: Points) -> tuple[Floats, Floats]:
+        """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
+        at = self._frame.at(points)
+        values, whitened = self._whitened_at(at)
+        by_z = self._remaining_derivatives(values, whitened)
+        variance = np.einsum("ij,jk,ik->i", by_z, self._fitted.covariance, by_z)
+        variance += self._unseen_variance(at, values) + self._noise_variance(values)
+        variance += _step_rows(at, values).variance(self._frame.priors) - np.square(whitened).sum(axis=0)
+        return values.log_step + whitened.T @ self._fitted.residuals, np.sqrt(variance)
+
+    def joint(self, points: Points) -> tuple[Floats, Floats]:
+        """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
+        at = self._frame.at(points)
+        values, whitened = self._whitened_at(at)
+        by_z, rows = self._remaining_derivatives(values, whitened), _step_rows(at, values)
+        covariance = by_z @ self._fitted.covariance @ by_z.T
+        u = self._frame.u.unseen_covariance(np.log(points.local_batch))
+        v = self._frame.v.unseen_covariance(np.log(points.replicas))
+        covariance += u * np.outer(values.by_compute, values.by_compute)
+        covariance += v * np.outer(values.by_across, values.by_across)
+        covariance += rows.covariance(rows, self._frame.priors) - whitened.T @ whitened
+        return values.log_step + whitened.T @ self._fitted.residuals, covariance
+
+    def _whitened_at(self, at: FeaturePoints) -> tuple[ModelValues, Floats]:
+        """Return the model at points, and what the whitened probes tell of its local residuals there, shape (rows, n)."""
+        values, spread = evaluate(self._fitted.z, at), self._fitted.spread
+        return values, spread.whitener @ spread.rows.covariance(_step_rows(at, values), self._frame.priors)
+
+    def _remaining_derivatives(self, values: ModelValues, whitened: Floats) -> Floats:
+        """Return derivatives of ln t by z beside those of the local residuals, which follow from what z leaves."""
+        return values.of_step - whitened.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
+
+    @property
+    def whole_steps_alone(self) -> bool:
+        """Whether steps hold synchronisation, and no probe has measured their compute apart from it."""
+        return self._data.whole_steps_alone
+
+    @property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the probes, up to a constant that is the same for all fits to them."""
+        return self._fitted.log_evidence
+
+    def regression(self) -> "RegressionResultsWrapper":
+        """Return the final generalised least squares by statsmodels, with its summary; `coordinates` names its parameters."""
+        return self._fitted.regression
+
+    @property
+    def coordinates(self) -> tuple[str, ...]:
+        """Names of what is fitted: parameters, and residuals of compute and of synchronisation."""
+        batches, replicas = (np.exp(process.places) for process in (self._frame.u, self._frame.v))
+        return (
+            *(parameter.name for parameter in fields(Priors)[:PARAMETERS]),
+            *(f"compute at {batch:g}" for batch in batches),
+            *(f"sync at {count:g}" for count in replicas),
+        )
+
+    def measurement_noise(self, points: Points) -> Floats:
+        """Return the standard deviation of ln t from one job to the next, shape (n,)."""
+        return np.sqrt(self._noise_variance(evaluate(self._fitted.z, self._frame.at(points))))
+
+    def posterior(self) -> "Posterior":
+        """Return what the probes have made of the priors."""
+        parameter_count, priors = PARAMETERS, self._frame.priors
+        z, variances = self._fitted.z, np.diag(self._fitted.covariance)
+        squares = z**2 + variances
+        compute, sync = np.split(squares[parameter_count:], [len(self._frame.u.places)])
+        return Posterior(
+            means=priors.means + priors.sds * z[:parameter_count],
+            variances=priors.sds**2 * variances[:parameter_count],
+            compute=compute,
+            sync=sync,
+            noise=self.noise,
+        )
+
+    def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
+        """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
+        values = evaluate(self._fitted.z, self._frame.at(points))
+        return np.exp(values.log_step), np.exp(values.log_compute), values.sync
+
+    def _unseen_variance(self, at: "FeaturePoints", values: "ModelValues") -> Floats:
+        """Return the variance of the smooth residuals beyond what the probes tell."""
+        u = self._frame.u.unseen_variance(np.log(at.points.local_batch))
+        v = self._frame.v.unseen_variance(np.log(at.points.replicas))
+        return values.by_compute**2 * u + values.by_across**2 * v
+
+    def _noise_variance(self, values: "ModelValues") -> Floats:
+        priors = self._frame.priors
+        return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2)
+
+
+def fit_overlap(
+    points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
+) -> Overlap:
+    """Fit the model to probes.
+
+    Args:
+        points: where they were measured; at least one.
+        step: seconds a step, shape (n,).
+        compute: seconds a step without synchronisation; nan where it was not measured.
+        spread: standard deviation of the step time over its own job, as a share of it; nan where it is not known.
+        collective: a key of SHAPES.
+        priors: what is believed before.
+    """
+    frame = ReferenceFrame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
+    data = _Data(frame.at(points), np.log(step), np.log(compute), np.nan_to_num(spread))
+    z, noise = np.zeros(frame.size), 1.0
+    for attempt in range(_ROUNDS):
+        spread_as = data.spread_as(evaluate(z, data.at), noise)
+        starts = _starting_points(z, data) if attempt == 0 else [z]
+        fitted = min(
+            (_maximize_posterior(start, data, spread_as) for start in starts), key=lambda fit: fit.improbability
+        )
+        z = fitted.z
+        if attempt < _ROUNDS - 1:
+            noise = _estimate_noise(noise, fitted)
+    return Overlap(noise, frame, fitted, data)
+
+
+def _step_rows(at: FeaturePoints, values: ModelValues) -> Rows:
+    """Return ln t at points."""
+    points = at.points
+    by = np.ones(len(points)), values.by_compute, values.by_across * (at.frame.gpus is not None)
+    return Rows(points.local_batch, points.replicas, points.sizes, *by)
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """How the rows of the probes, ln t of all and ln c of some, spread about the model: noise and local residuals."""
+
+    rows: Rows
+    covariance: Floats
+    whitener: Floats  # inverse of its lower Cholesky factor: takes the rows to independent ones of variance 1
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The measurements: ln of seconds, and the relative spread of the steps within each job."""
+
+    at: FeaturePoints
+    log_step: Floats
+    log_compute: Floats  # nan where not measured
+    spread: Floats
+
+    @property
+    def has_compute(self) -> Flags:
+        return np.isfinite(self.log_compute)
+
+    @property
+    def whole_steps_alone(self) -> bool:
+        together = ~self.at.points.alone
+        return bool(together.any()) and not bool(self.has_compute[together].any())
+
+    def spread_as(self, values: ModelValues, level: float) -> _Spread:
+        """Return how the rows spread where the noise is `level` times that of other clusters."""
+        has, points, own_variance, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
+        step = level**2 * (priors.step_noise**2 + (priors.sync_noise * values.by_sync) ** 2) + own_variance
+        compute = (level * priors.compute_noise) ** 2 + own_variance
+        rows = Rows(
+            batch=np.concatenate([points.local_batch, points.local_batch[has]]),
+            replicas=np.concatenate([points.replicas, points.replicas[has]]),
+            gpus=np.concatenate([points.sizes, points.sizes[has]]),
+            by_step=np.concatenate([np.ones(len(has)), np.zeros(has.sum())]),
+            by_compute=np.concatenate([values.by_compute, np.ones(has.sum())]),
+            by_across=np.concatenate([values.by_across * (self.at.frame.gpus is not None), np.zeros(has.sum())]),
+        )
+        covariance = rows.covariance(rows, priors) + np.diag(np.concatenate([step, compute[has]]))
+        return _Spread(rows, covariance, np.linalg.inv(np.linalg.cholesky(covariance)))
+
+    def residuals_of(self, values: ModelValues) -> tuple[Floats, Floats]:
+        """Return how far the rows are off the model, and the derivatives of what it says of them."""
+        has = self.has_compute
+        off = np.concatenate([self.log_step - values.log_step, (self.log_compute - values.log_compute)[has]])
+        return off, np.vstack([values.of_step, values.of_compute[has]])
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The model linearised at some coordinates, and how the rows of the probes lie about it."""
+
+    z: Floats
+    off: Floats
+    jacobian: Floats
+    spread: _Spread
+
+    @classmethod
+    def at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
+        return cls(z, *data.residuals_of(evaluate(z, data.at)), spread)
+
+    @cached_property
+    def residuals(self) -> Floats:
+        """Independent and of variance 1 where all is as believed."""
+        return self.spread.whitener @ self.off
+
+    @cached_property
+    def improbability(self) -> float:
+        """-2 ln of the posterior density, up to a constant."""
+        return float(self.residuals @ self.residuals + self.z @ self.z)
+
+    @cached_property
+    def log_evidence(self) -> float:
+        """ln of the probability density of the rows by Laplace's approximation, up to a constant."""
+        scale, curvature = np.linalg.slogdet(self.spread.whitener)[1], np.linalg.slogdet(self.precision)[1]
+        return float(scale - (self.improbability + curvature) / 2)
+
+    @cached_property
+    def whitened(self) -> Floats:
+        """The jacobian of independent rows of variance 1."""
+        return self.spread.whitener @ self.jacobian
+
+    @cached_property
+    def precision(self) -> Floats:
+        """Inverse covariance of the coordinates: what the rows tell, and the priors (1 each)."""
+        return np.asarray(self.whitened.T @ self.whitened + np.eye(len(self.z)))
+
+    @cached_property
+    def covariance(self) -> Floats:
+        """Covariance of the coordinates after the probes; that of `regression`."""
+        return np.asarray(np.linalg.inv(self.precision), dtype=float)
+
+    @cached_property
+    def regression(self) -> "RegressionResultsWrapper":
+        """Generalised least squares of the linearised model by statsmodels, to which the priors are further rows, one a coordinate."""
+        from statsmodels.regression.linear_model import GLS  # takes more than a second, and of use to a summary alone
+
+        rows, size = len(self.off), len(self.z)
+        spread = np.eye(rows + size)
+        spread[:rows, :rows] = self.spread.covariance
+        target = np.concatenate([self.off + self.jacobian @ self.z, np.zeros(size)])
+        model = GLS(target, np.vstack([self.jacobian, np.eye(size)]), sigma=spread)
+        return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
+
+    def gauss_newton_step(self, damping: float) -> Floats:
+        """Return the coordinates of a Gauss-Newton step, damped by further rows (Marquardt 1963) that hold each where it is."""
+        weight = damping * (1 + np.square(self.whitened).sum(axis=0))
+        target = self.whitened.T @ (self.residuals + self.whitened @ self.z) + weight * self.z
+        return np.linalg.solve(self.precision + np.diag(weight), target)
+
+
+def _starting_points(z: Floats, data: _Data) -> list[Floats]:
+    """Return where to begin.
+
+    Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb
+    from little synchronisation ends at the floor.
+    """
+    if not data.whole_steps_alone:
+        return [z]
+    return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
+
+
+def _maximize_posterior(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
+    """Find the most probable coordinates by damped Gauss-Newton steps."""
+    fitted, damping = _Fitted.at(start, data, spread), 1e-2
+    for _ in range(_ITERATIONS):
+        trial = _Fitted.at(fitted.gauss_newton_step(damping), data, spread)
+        if trial.improbability < fitted.improbability:
+            gained, fitted = fitted.improbability - trial.improbability, trial
+            damping = max(damping / 5, 1e-9)
+            if gained < _TOLERANCE * max(1.0, fitted.improbability):
+                break
+        elif (damping := damping * 6) > 1e8:
+            break
+    return fitted
+
+
+def _estimate_noise(noise: float, fitted: _Fitted) -> float:
+    """Return the noise that the residuals show, as a multiple of that of other clusters, which count _NOISE_WEIGHT."""
+    residuals = fitted.residuals
+    degrees_of_freedom = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.covariance)))
+    return math.sqrt((_NOISE_WEIGHT + residuals @ residuals * noise**2) / (_NOISE_WEIGHT + degrees_of_freedom))
+
+
+# --- The mixture
 
 _ADDITIVE = 1 / 21
 """Prior probability that nothing is hidden: found on step times of which synchronisation was hidden from the fit, and on the same
@@ -77,7 +417,7 @@ def fit_step_model(
     """Fit the model to probes: a mixture if they hold whole steps alone. Arguments as of `overlap.fit`."""
 
     def fit_with(p: float) -> Overlap:
-        return overlap.fit_overlap(
+        return fit_overlap(
             points, step=step, compute=compute, spread=spread, collective=collective, priors=replace(priors, p=p)
         )
 

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.time import mixture
-from tula_cli.models.time.formulas import Points, additive_design, fit_additive
+from tula_cli.models.time.formulas import PRIORS, Points, Priors, additive_design, fit_additive
 from tula_cli.models.time.mixture import Mixture, StepModel
 from tula_cli.models.time.noise import BLOCKS, Z90, block_deviation, trimmed_mean
-from tula_cli.models.time.priors import PRIORS, Priors
 from tula_cli.words import place, plural
 
 Floats = NDArray[np.float64]

@@ -13,8 +13,8 @@ from statistics import median, median_low
 
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
+from tula_cli.models.time.formulas import PRIORS, SHARDED, Local, Priors
 from tula_cli.models.time.mixture import StepModel
-from tula_cli.models.time.priors import PRIORS, SHARDED, Local, Priors
 from tula_cli.models.time.steptime import Observation, StepTimeFit
 from tula_cli.run.records.probes import Measured, RankPace
 from tula_cli.run.records.recommendations import TrainedSteps

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.time.changes.levels import SETTLING_SAMPLES
+from tula_cli.models.time.changes import SETTLING_SAMPLES
 from tula_cli.models.time.noise import BLOCKS, Z90, block_deviation, standard_error, trimmed_mean
 from tula_cli.models.time.steptime import DEFAULT_REPEAT_SD, T_BLOCKS, Estimate, Observation, estimate_measured
 from tula_cli.run.records.recommendations import TrainedSteps

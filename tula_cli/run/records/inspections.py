@@ -1,7 +1,8 @@
-"""What building model and dataset tells."""
+"""Records of inspections of a job and of checks of a cluster's nodes."""
 
-from tula_cli.run.records.base import Record, RecordedText
-from tula_cli.run.records.components import Footprint
+from pydantic import computed_field
+
+from tula_cli.run.records.base import Footprint, Record, RecordedText
 
 
 class Inspection(Record):
@@ -37,3 +38,63 @@ class FirstJob(Record):
     node_hours: float  # that all of them have taken, at most; the last one all its time, as long as it is awaited
     earlier: float = 0.0  # of these, by all but the last one
     awaited: str = ""  # name of the file that its answer is to be kept in; empty once that is there, or nobody waits
+
+
+class NodeReport(Record):
+    """What one node said of itself in a `tula check --on-cluster`; on this machine, one of its sets of ranks."""
+
+    node: int  # from 0, in the order of ranks
+    host: str
+    ranks: int
+    gpus: tuple[str, ...]  # names of the GPUs that its ranks see, together; empty where there are none
+    gpu_memory: int | None  # bytes, of the smallest of them
+    shared_gpus: tuple[
+        tuple[int, ...], ...
+    ] = ()  # ranks of this node, from 0, that would train on one and the same GPU
+    driver: str  # of the GPUs; empty where there is none
+    torch: str
+    cuda: str  # torch's CUDA (or HIP) version; empty in a build for CPUs
+    nccl: str  # empty where torch has none
+    python: str
+    cpus: int  # cores that one rank may use
+    memory: int  # bytes of the node
+    shared: int | None = None  # free bytes of /dev/shm, as its ranks see it; None where there is none
+    interface: str  # of the network; empty where no interface has the address
+    address: str
+    clock_offset: float  # seconds that its clock is ahead of rank 0's
+    clock_error: float  # half of the shortest round trip, in seconds: the offset is known no better
+    token: str  # as read there from the run directory
+    write_error: RecordedText  # why it could not write into the run directory, or empty
+    dataset: bool | None  # whether dataset.root is there and readable; None where the dataset needs no folder
+    free_disk: int  # bytes, where the run directory lies
+
+
+class Transfer(Record):
+    """An all-reduce between two ranks, the best of some."""
+
+    size: int  # bytes that each of the two sends and receives
+    seconds: float
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def speed(self) -> float:
+        """Return bits a second in each direction."""
+        return 8 * self.size / self.seconds
+
+
+class ClusterReport(Record):
+    """What the ranks of a CheckTask found, written by rank 0."""
+
+    id: str
+    job: str
+    backend: str  # what the transfers went through: "nccl" or "gloo"
+    ranks: int
+    nodes: tuple[NodeReport, ...]
+    transfers: tuple[
+        Transfer, ...
+    ] = ()  # between the first node and the second, ascending; empty where there is one node
+    inside: tuple[Transfer, ...] = ()  # between the first two ranks of the first node, where each has a GPU of its own
+    latency: float | None = None  # seconds of an all-reduce of one number over all ranks, median; None where it failed
+    network_error: RecordedText = (
+        ""  # why the ranks could not exchange tensors, in the words of what they went through; else empty
+    )

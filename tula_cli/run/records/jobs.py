@@ -3,7 +3,7 @@
 from typing import Literal
 
 from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
-from tula_cli.run.records.rehearsals import RehearsalStart
+from tula_cli.run.records.scripts import RehearsalStart
 
 
 class Job(Record):

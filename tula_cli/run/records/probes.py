@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from tula_cli import words
-from tula_cli.run.records.base import Count, OutcomeClass, Record, RecordedText
-from tula_cli.run.records.components import Components, PeakMemory
-from tula_cli.run.records.shim import LearningRates
+from tula_cli.run.records.base import Components, Count, OutcomeClass, PeakMemory, Record, RecordedText
+from tula_cli.run.records.scripts import LearningRates
 
 
 class GradientStats(Record):

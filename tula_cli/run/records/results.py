@@ -38,7 +38,7 @@ class StepParts(Record):
     sync: float | None  # exposed synchronisation: of the rank that waits least, so not for a slow one
 
 
-Part = Literal["compute", "network", "input"]
+StepPart = Literal["compute", "network", "input"]
 
 
 class StepChange(Record):
@@ -47,7 +47,7 @@ class StepChange(Record):
     samples: int  # trained when it began
     epoch: float | None  # None of a script where nothing tells how many samples one has
     began_at: float  # Unix time
-    parts: tuple[Part, ...]  # what changed, the most first; empty where that is not known
+    parts: tuple[StepPart, ...]  # what changed, the most first; empty where that is not known
     before: StepParts
     after: StepParts
     seconds_left: float | None  # to the end of the training, when it was found; None where nothing tells how long it is

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from tula_cli.cluster import inspection, launcher
-from tula_cli.cluster.kept_inspection import CachedInspection
+from tula_cli.cluster.inspection import CachedInspection
 from tula_cli.errors import BadMeasurements, CannotWrite, OverBudget, SpecError, require_callable, require_number
 from tula_cli.run.code import run_of_job
 from tula_cli.run.directory import RunDir

@@ -10,12 +10,13 @@ from tula_cli.cluster import launcher
 from tula_cli.errors import require_list
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.run.code import run_of_job
+from tula_cli.run.owner import other
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
-from tula_cli.run.storage.owner import other
 from tula_cli.services import check as checking
 from tula_cli.services import estimate as estimating
 from tula_cli.services import nodes as node_checking
+from tula_cli.services import profiling_rounds
 from tula_cli.services import recommend as recommending
 from tula_cli.services import train as training
 from tula_cli.services.api.calls import (
@@ -36,7 +37,6 @@ from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.estimate import EstimateReport
 from tula_cli.services.events import Event, Work, follow
 from tula_cli.services.nodes import ClusterCheck
-from tula_cli.services.profiling import rounds
 from tula_cli.services.recommendation.limits import Criteria, Limits
 from tula_cli.services.waiting import DetachedJobs
 from tula_cli.spec.kinds import parse_size
@@ -310,9 +310,11 @@ def _with_cap(settings: Settings, max_node_hours: float | None) -> Settings:
     return {**settings, "overrides": (*settings.get("overrides", ()), cap)}
 
 
-def _profile_work(submission: Submission) -> Work[rounds.ProfileResult | rounds.SubmittedProbes]:
+def _profile_work(submission: Submission) -> Work[profiling_rounds.ProfileResult | profiling_rounds.SubmittedProbes]:
     call = submission.call
-    return rounds.run_profile(call.run, call.spec, submission.dependencies, submission.wait_policy, file=call.file)
+    return profiling_rounds.run_profile(
+        call.run, call.spec, submission.dependencies, submission.wait_policy, file=call.file
+    )
 
 
 def train(

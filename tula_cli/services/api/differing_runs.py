@@ -5,7 +5,7 @@ from pathlib import Path
 from tula_cli.run.directory import RunDir
 from tula_cli.services.api.calls import ROOT
 from tula_cli.services.api.handles import Run
-from tula_cli.services.comparison.between_runs.difference import RunDifference, compare_runs
+from tula_cli.services.diff import RunDifference, compare_runs
 
 
 def diff(before: str | Path | Run, after: str | Path | Run, *, root: str | Path = ROOT) -> RunDifference:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.run.records.results import Evaluated
 from tula_cli.services.api.calls import Settings, Submission, Target
-from tula_cli.services.evaluation.evaluate import EvaluationRequest, prepare_evaluation, run_evaluation
+from tula_cli.services.evaluate import EvaluationRequest, prepare_evaluation, run_evaluation
 from tula_cli.services.events import follow
 from tula_cli.services.waiting import DetachedJobs
 

@@ -14,7 +14,7 @@ from tula_cli.run.frames import make_frame
 from tula_cli.run.jobfile import parts_with_data
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.series.step_series import StepSeries
+from tula_cli.run.step_series import StepSeries
 from tula_cli.services import status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.services.api.calls import Settings, Submission, Target
 from tula_cli.services.events import follow
-from tula_cli.services.rehearsal.rehearse import ResumeFinding, run_resume_test
+from tula_cli.services.resume_test import ResumeFinding, run_resume_test
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

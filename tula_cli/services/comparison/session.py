@@ -12,10 +12,10 @@ from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.results import Comparison, JobFile
 from tula_cli.services import compare, status
 from tula_cli.services.compare import ComparePlan, Grid
-from tula_cli.services.comparison import accuracy, scripted, trainings
+from tula_cli.services.comparison import accuracy, rows, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
-from tula_cli.services.exporting.automatic import beside
+from tula_cli.services.exporting.background import beside
 from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.train import part_to_train as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
@@ -46,18 +46,14 @@ class GridRequest:
         by_default = True if self.methods else compare.default_control(spec, batches)
         controls = self.controls if self.controls is not None else previous.controls if previous else by_default
         seeds = (
-            self.seeds
-            if self.seeds is not None
-            else previous.seeds
-            if previous
-            else scripted.default_seeds(spec.script)
+            self.seeds if self.seeds is not None else previous.seeds if previous else rows.default_seeds(spec.script)
         )
         return Grid(
             methods=self.methods or (previous.methods if previous else compare.default_rows(spec, nodes=nodes).methods),
             batches=batches,
             seeds=seeds,
             nodes=nodes,
-            controls=controls if scripted.takes_lr(spec.script) else False,
+            controls=controls if rows.takes_lr(spec.script) else False,
             halving=True,
         )
 

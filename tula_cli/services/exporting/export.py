@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,14 +13,53 @@ from tula_cli import words
 from tula_cli.cluster import launcher
 from tula_cli.errors import Interruption, SpecError, TrackerError
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.files import write_atomic
 from tula_cli.run.jobfile import parts_with_data
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.exporting.destination import Destination, destination
-from tula_cli.services.exporting.report_file import report_files
-from tula_cli.services.exporting.sending import Counted, Session
+from tula_cli.services.exporting.tracker_sync import Counted, Session
+from tula_cli.services.reporting.document import Document
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.parts.of_export import Export
+from tula_cli.spec.sections import Export
+
+# --- The report as files
+
+_TOLD_FROM = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
+
+
+def report_files(part: Part, *, page: Callable[[Document], str] | None = None) -> tuple[Path, ...]:
+    """Write the report where something in the run is newer than it, and return its files; none of a run without results.
+
+    Args:
+        part: the run, or the part of it on one type of node.
+        page: draws the HTML page; None for Markdown alone.
+
+    Raises:
+        TulaError: a record of the run cannot be read, or the report not be written.
+    """
+    folder = part.run.path / "exports"
+    wanted = [folder / "report.md", *([folder / "report.html"] if page else [])]
+    newest = max(_times(part.run.path), default=None)
+    if newest is None:
+        return ()
+    if any(not path.is_file() or path.stat().st_mtime < newest for path in wanted):
+        from tula_cli.services.reporting.forms.markdown import markdown
+        from tula_cli.services.reporting.run_report import build_run_report
+
+        document = build_run_report(part.run, part.spec, partial(launcher.launcher_for, submits=False), now=time.time())
+        for path, form in zip(wanted, (markdown, page), strict=False):
+            if form is not None:
+                write_atomic(path, form(document))
+    return tuple(wanted)
+
+
+def _times(run: Path) -> Iterator[float]:
+    for pattern in _TOLD_FROM:
+        yield from (path.stat().st_mtime for path in run.glob(pattern))
+
+
+# --- Export
 
 POLL_INTERVAL = 30.0
 """Seconds between two looks at the run, unless `tula export --every` says otherwise."""

@@ -4,7 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from tula_cli.models.choice.early_end import end_of, shortened, tells
+from tula_cli.models.choice.early_stopping import end_of, shortened, tells
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.tasks import TrainTask

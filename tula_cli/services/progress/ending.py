@@ -4,8 +4,7 @@ import shutil
 from collections.abc import Sequence
 
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
-from tula_cli.host.failure_kinds import FAILURE_KINDS
-from tula_cli.host.outcome import advice
+from tula_cli.host.failures import FAILURE_KINDS, advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.results import Summary

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tula_cli.cluster.relaunch import needs_new_allocation
-from tula_cli.cluster.scheduling.protocol import SchedulerState
-from tula_cli.host.outcome import advice
+from tula_cli.cluster.scheduler import SchedulerState
+from tula_cli.host.failures import advice
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Stage

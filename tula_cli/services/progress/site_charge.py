@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.accounting.charged import BilledJobs, billed_jobs, price_of_billed
+from tula_cli.cluster.slurm.billing import BilledJobs, billed_jobs, price_of_billed
 from tula_cli.models.cost import hourly_charge
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tula_cli.cluster.slurm.accounting.balance import Balance, TresLimit, account_balance
-from tula_cli.cluster.slurm.accounting.site_bill import Ask, ask_slurm
+from tula_cli.cluster.slurm.billing import Ask, Balance, TresLimit, account_balance, ask_slurm
 from tula_cli.errors import OverBudget, SpecError
-from tula_cli.models.bill.tres import whole
+from tula_cli.models.tres import whole
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import SiteBill

@@ -9,7 +9,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import duration, is_too_wide, plural
 
 _MAX_REASONS = 5  # for which configurations are left out that are told one by one

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from tula_cli.errors import BadMeasurements, SpecError
-from tula_cli.models.choice.early_end import share_left
+from tula_cli.models.choice.early_stopping import share_left
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.cost import cost
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.time.changes.step_change import median_parts
+from tula_cli.models.time.changes import median_parts
 from tula_cli.models.time.pace import TrainingPace, results_at_pace
 from tula_cli.run.directory import Part
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory

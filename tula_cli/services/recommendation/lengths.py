@@ -13,7 +13,7 @@ from tula_cli.models.out_of_memory import smallest_ruled_out
 from tula_cli.models.time import growth
 from tula_cli.models.time.growth import LengthGrowth, Point
 from tula_cli.models.time.noise import trimmed_mean
-from tula_cli.run.records.components import Components
+from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import SequenceLength
 from tula_cli.services.recommendation.doubts import probe_warnings

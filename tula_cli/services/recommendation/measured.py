@@ -29,7 +29,7 @@ from tula_cli.services.recommendation.other_sizes import CachedTrainings, measur
 from tula_cli.services.recommendation.saves import newest_saves
 from tula_cli.services.recommendation.validation import Validation, cross_validate_strategies
 from tula_cli.spec.job import JobSpec, train_length
-from tula_cli.spec.scripts.section import samples
+from tula_cli.spec.scripts.script import samples
 
 
 @dataclass(frozen=True)

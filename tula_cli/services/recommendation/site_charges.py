@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from tula_cli.cluster.slurm.accounting.site_bill import Ask, site_bill
+from tula_cli.cluster.slurm.billing import Ask, site_bill
 from tula_cli.spec.job import JobSpec
 
 

@@ -1,19 +1,224 @@
-"""The comparison of a run as a report, with what was trained and what it was trained on."""
+"""The comparison of a run as a document: Table I, accuracy by batch and over the training, and each training."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tula_cli.run.directory import Part
 from tula_cli.run.records.results import Comparison
-from tula_cli.run.source.keys import without_secrets
+from tula_cli.run.secrets import without_secrets
 from tula_cli.services.comparison import accuracy
-from tula_cli.services.comparison.accuracy import CompareReport
-from tula_cli.services.reporting import compared
-from tula_cli.services.reporting.document import Document, Fact
-from tula_cli.services.reporting.units import describe_software
-from tula_cli.spec.job import JobSpec
-from tula_cli.words import plural
+from tula_cli.services.comparison.accuracy import (
+    CompareReport,
+    ComparisonRow,
+    SeedStatistics,
+    best_row,
+    differs_beyond_noise,
+)
+from tula_cli.services.comparison.accuracy import TrainingCurve as CellCurve
+from tula_cli.services.reporting.document import Cell, Column, Document, Fact, Figure, Section, Series, Table
+from tula_cli.services.reporting.figures import (
+    GradientCurve,
+    convert,
+    describe_software,
+    factor_density,
+    gradient_figures,
+    hours_unit,
+    mean_series,
+)
+from tula_cli.spec.job import JobSpec, train_length
+from tula_cli.version import __version__
+from tula_cli.words import method_label, moment, plural
+
+# --- Sections
+
+
+def comparison_document(
+    report: CompareReport, curves: Sequence[CellCurve], *, spec: JobSpec, run_id: str, at: float
+) -> Document:
+    """Return a comparison as a report of its own.
+
+    Args:
+        report: its table.
+        curves: what every training logged at the end of its epochs.
+        spec: the job.
+        run_id: the name of the run.
+        at: Unix time.
+    """
+    methods = list(dict.fromkeys(row.method for row in report.rows if not row.reference))
+    batches = sorted({row.batch for row in report.rows if not row.reference})
+    question = (
+        f"Does the accuracy of {describe_training_job(spec)} survive {_list_values('batch', 'batches', batches)} with {', '.join(methods)},"
+        f" beside batch {report.reference_batch}?"
+    )
+    facts = (
+        Fact("trained", f"{report.finished} of {plural(report.total, 'training')}, on {plural(report.nodes)}"),
+        Fact("length", train_length(spec)),
+        Fact("run", run_id),
+    )
+    return Document(
+        f"{spec.name}: comparison",
+        question,
+        report.answer,
+        f"{moment(at)}, tula {__version__}",
+        facts,
+        tuple(comparison_sections(report, curves)),
+    )
+
+
+def describe_training_job(spec: JobSpec) -> str:
+    """Return what is trained, in words: a model on a dataset, or a script."""
+    if spec.script is not None:
+        from tula_cli.spec.scripts.placeholders import program
+
+        return program(spec.script.command)
+    assert spec.model is not None and spec.dataset is not None  # where there is no script
+    return f"{spec.model.name} on {spec.dataset.name}"
+
+
+def _list_values(singular: str, many: str, values: Sequence[int]) -> str:
+    return f"{singular if len(values) == 1 else many} {', '.join(map(str, values))}"
+
+
+def comparison_sections(report: CompareReport, curves: Sequence[CellCurve]) -> Iterator[Section]:
+    """Yield the table, the metric by batch and on the way, and the diagnostics."""
+    notes = tuple(Fact("note", text) for text in report.warnings)
+    by_batch = tuple(figure for metric in _drawn_metrics(report) for figure in _figure_by_batch(report, metric))
+    tables = (comparison_table(report), *([comparison_table(report, first_round=True)] if report.first_round else []))
+    yield Section("comparison", "Methods and batches", (report.answer,), notes, tables, by_batch)
+    figures_on_the_way = tuple(
+        figure for metric in _drawn_metrics(report) for figure in _training_curves(report, metric, curves)
+    )
+    missing = "no training of the comparison has ended an epoch yet: tula compare trains what is missing"
+    yield Section(
+        "comparison_way", "On the way", figures=figures_on_the_way, missing="" if figures_on_the_way else missing
+    )
+    behind = tuple(_diagnostic_figures(curves))
+    missing = "its trainings have logged no gradients: --set train.diagnostics=true logs norms, train.hessian=true the curvature"
+    yield Section("comparison_diagnostics", "Behind it", figures=behind, missing="" if behind else missing)
+
+
+def _drawn_metrics(report: CompareReport) -> tuple[str, ...]:
+    """Return the metrics that are drawn: the one that is compared, and of a language model its perplexity."""
+    return (report.metric, *(metric for metric in report.columns if metric == "perplexity" and not report.of_script))
+
+
+def comparison_table(report: CompareReport, *, first_round: bool = False) -> Table:
+    """Return one row a method at a batch, as Table I of the paper; of all epochs, or of the short trainings."""
+    to_unit, unit = hours_unit(row.hours for row in report.rows)
+    titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
+    metrics = [column for name in report.columns for title, own in [titles.get(name, (name.replace("_", " "), ""))]
+               for column in (Column(title, own, digits=4), Column("sd", own, digits=2))]  # fmt: skip
+    columns = (Column("batch"), Column("method", align="left"), Column("seeds"), *metrics, Column("gap", digits=3),
+               Column("recovered", "%", digits=3), Column("samples", digits=4), Column("time", unit, digits=3), Column("note", align="left"))  # fmt: skip
+    shown = [row for row in (report.first_round if first_round else report.rows) if row.cells]
+
+    def cells(row: ComparisonRow) -> tuple[Cell, ...]:
+        stats = [row.stat(name) for name in report.columns]
+        stat_cells = [value for stat in stats for value in ((None, None) if stat is None else (stat.mean, stat.sd))]
+        label = method_label(row.method, reference=row.reference)
+        return (
+            row.batch,
+            label,
+            row.seeds,
+            *stat_cells,
+            row.gap,
+            convert(row.recovered, 100),
+            row.samples,
+            convert(row.hours, to_unit),
+            row.note,
+        )
+
+    known_rows = [row for row in shown if row.stat(report.metric)]
+    best_by_batch = {
+        batch: best_row([row for row in known_rows if row.batch == batch], report)
+        for batch in {row.batch for row in known_rows}
+    }
+    marks = tuple(
+        "front"
+        if row in known_rows
+        and not row.dropped
+        and not differs_beyond_noise(best_by_batch[row.batch], row, report.metric)
+        else ""
+        for row in shown
+    )
+    worse = "added" if report.less_is_better else "lost"
+    moment_words = "the last and the best that was told" if report.of_script else "after the last epoch"
+    caption = (
+        f"Means and sample standard deviations (sd) over seeds, {moment_words}, on {plural(report.nodes)}. Gap: {report.metric}"
+        f" {worse} against lbt at batch {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a"
+        " method wins back, where that gap stands out of the noise of the seeds. Marked: the best of each batch, and what does not"
+        " differ from it beyond noise."
+    )
+    if first_round and report.epochs is not None:
+        title = f"First round: {report.epochs[0]} of {report.epochs[1]} epochs"
+        caption = "Short trainings with a schedule of that length; only the best were trained in full. Not to be compared with those."
+        return Table("methods_first_round", title, columns, tuple(map(cells, shown)), caption)
+    return Table("methods", "Methods by batch", columns, tuple(map(cells, shown)), caption, marks)
+
+
+def _figure_by_batch(report: CompareReport, metric: str) -> Iterator[Figure]:
+    batches = sorted({row.batch for row in report.rows})
+    points_by_method: dict[str, list[tuple[float, SeedStatistics]]] = {}
+    for row in sorted(report.rows, key=lambda row: row.batch):
+        if (value := row.stat(metric)) is not None:
+            label = method_label(row.method, reference=row.reference)
+            points_by_method.setdefault(label, []).append((float(batches.index(row.batch)), value))
+    if not points_by_method:
+        return
+    series = tuple(
+        Series(name, tuple(x for x, _ in points), tuple(value.mean for _, value in points),
+               tuple(value.sd and value.mean - value.sd for _, value in points),
+               tuple(value.sd and value.mean + value.sd for _, value in points))
+        for name, points in points_by_method.items()
+    )  # fmt: skip
+    yield Figure(
+        f"{_figure_key(metric)}_by_batch", f"{_metric_title(metric, report)} by batch", "Means over seeds; bars are one standard deviation.",
+        "global batch", _metric_title(metric, report), series, x_scale="category", categories=tuple(map(str, batches)), paper="Figure 2",
+    )  # fmt: skip
+
+
+def _metric_title(metric: str, report: CompareReport) -> str:
+    if report.of_script:
+        return metric
+    return {"top1": "top-1 (%)"}.get(metric, metric)
+
+
+def _figure_key(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")
+
+
+def _gradient_curve(curve: CellCurve) -> GradientCurve:
+    name = method_label(curve.cell.method, reference=curve.cell.reference)
+    return GradientCurve(name, curve.epochs, curve.curvature)
+
+
+def _training_curves(report: CompareReport, metric: str, curves: Sequence[CellCurve]) -> Iterator[Figure]:
+    """Yield a figure a batch: means over seeds against samples, the reference in each."""
+    path = metric if metric in ("top1", "perplexity") else "eval_loss"
+    for batch in sorted({curve.cell.batch for curve in curves if not curve.cell.reference}):
+        curves_of_batch = [
+            _gradient_curve(curve) for curve in curves if curve.cell.reference or curve.cell.batch == batch
+        ]
+        if series := tuple(mean_series(curves_of_batch, lambda curve: curve.epochs, path)):
+            title = f"{_metric_title(metric, report)} on the way, batch {batch}"
+            yield Figure(f"{_figure_key(metric)}_way_{batch}", title, "Means over the seeds that have come so far.", "samples seen", _metric_title(metric, report), series)  # fmt: skip
+
+
+def _diagnostic_figures(curves: Sequence[CellCurve]) -> Iterator[Figure]:
+    """Yield what lies behind Figures 5 to 8 of the paper, at the largest batch and the reference, as far as it is logged."""
+    batch = max((curve.cell.batch for curve in curves), default=0)
+    curves_shown = [curve for curve in curves if curve.cell.batch == batch or curve.cell.reference]
+    yield from gradient_figures([_gradient_curve(curve) for curve in curves_shown], prefix="compare_")
+    first_seed = min((curve.cell.seed for curve in curves_shown), default=0)
+    for curve in curves_shown:
+        if curve.cell.seed == first_seed:
+            key = f"factors_{_figure_key(curve.cell.method)}_{curve.cell.batch}"
+            yield from factor_density(_gradient_curve(curve), key=key, title=f"Scaling factors of {curve.cell.method}, batch {curve.cell.batch}")  # fmt: skip
+
+
+# --- The document
 
 Environment = Mapping[str, Any]
 """A row of kind "environment" of a training's log: device, hardware, versions."""
@@ -29,7 +234,7 @@ def document_of_comparison(part: Part, comparison: Comparison, report: CompareRe
         at: Unix time.
     """
     curves = accuracy.training_curves(part.run, comparison)
-    document = compared.comparison_document(report, curves, spec=part.spec, run_id=part.run.id, at=at)
+    document = comparison_document(report, curves, spec=part.spec, run_id=part.run.id, at=at)
     environments = [row for cell in comparison.cells for row in _environments(part, cell.signature)]
     facts = [*_job_facts(part.spec), *_seed_facts(comparison), *_machine_facts(environments, part.spec)]
     fact_names = {fact.name for fact in document.facts}

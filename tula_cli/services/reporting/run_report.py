@@ -7,9 +7,10 @@ from tula_cli.models.cost import describe_price
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.run.source.keys import without_secrets
-from tula_cli.services.reporting.compared import describe_training_job
+from tula_cli.run.secrets import without_secrets
+from tula_cli.services.reporting.comparison_document import describe_training_job
 from tula_cli.services.reporting.document import Document, Fact
+from tula_cli.services.reporting.figures import describe_software, is_priced, newest_trainings
 from tula_cli.services.reporting.material import Material, gather_material
 from tula_cli.services.reporting.sections import (
     chosen,
@@ -23,8 +24,6 @@ from tula_cli.services.reporting.sections import (
     time_and_cost,
     training_outcome,
 )
-from tula_cli.services.reporting.training_look import newest_trainings
-from tula_cli.services.reporting.units import describe_software, is_priced
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.version import __version__
 from tula_cli.words import amount, configuration, duration, interval_of_hours, moment, number, plural

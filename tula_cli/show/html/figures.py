@@ -5,25 +5,864 @@ Text stays text. The same figure is the same SVG, byte for byte, with one versio
 """
 
 import io
+import itertools
 import logging
+import math
 import re
+import unicodedata
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from tula_cli.errors import SpecError
-from tula_cli.services.reporting.document import Figure
-from tula_cli.show.html.drawn_axes import label, scale_x, scale_y
-from tula_cli.show.html.drawn_marks import draw_marks, number_events
-from tula_cli.show.html.drawn_series import Drawable, Entry, Places, draw_bars, draw_curve, draw_density, drawables
-from tula_cli.show.html.fitted_text import clean, fitted, foreign, width
-from tula_cli.show.html.palette import LIGHT
-from tula_cli.show.html.plain_svg import plain
+from tula_cli.services.reporting.document import Density, Figure, Mark, Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
+
+
+# --- Colours
+#
+# The curves' colours are after Okabe and Ito (2008), darkened to a contrast of 3 and more with white, and lightened for a dark
+# page; each curve has a marker of its own too, and from the seventh on another dash.
+
+LIGHT = {
+    "paper": "#ffffff",
+    "ink": "#1b1f24",
+    "muted": "#57606a",
+    "grid": "#e3e7ec",
+    "s0": "#0072b2",
+    "s1": "#c84e00",
+    "s2": "#00805f",
+    "s3": "#a33a7f",
+    "s4": "#8a6a00",
+    "s5": "#6b6f76",
+}
+"""By role; each colour stands for one role alone, so that a drawing's colours tell their roles."""
+DARK = {
+    "paper": "#14181d",
+    "ink": "#e6eaef",
+    "muted": "#9aa5b1",
+    "grid": "#2d343c",
+    "s0": "#58b4ec",
+    "s1": "#ff8f4d",
+    "s2": "#3fcfa0",
+    "s3": "#e78cc6",
+    "s4": "#dcb63f",
+    "s5": "#b4bac2",
+}
+SERIES = tuple(role for role in LIGHT if role[0] == "s")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the looks of 168 series differ
+DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
+
+
+def color(index: int) -> str:
+    """Return the light colour of a series by its place."""
+    return LIGHT[SERIES[index % len(SERIES)]]
+
+
+def marker(index: int) -> str:
+    return MARKERS[index % len(MARKERS)]
+
+
+def dash(index: int) -> Any:
+    """Return how a curve is broken, as matplotlib names it."""
+    return DASHES[index // len(SERIES) % len(DASHES)]
+
+
+def variables(colors: dict[str, str]) -> str:
+    """Return the colours as variables of a style sheet."""
+    return "".join(f"--{role}:{value};" for role, value in colors.items())
+
+
+def rules() -> str:
+    """Return the rules that give what is drawn in a role's colour that of the page; see plain_svg."""
+    return "".join(f".fill-{role}{{fill:var(--{role})}}.stroke-{role}{{stroke:var(--{role})}}" for role in LIGHT)
+
+
+# --- Text that fits a width
+
+_UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def clean(text: str) -> str:
+    """Return a text without what neither XML nor HTML can hold: control characters, halves of characters."""
+    return _UNFIT.sub("\ufffd", text)
+
+
+def width(text: str) -> float:
+    """Return how wide a text is at most in a font as wide as DejaVu Sans, 1 being an ordinary letter (0.62 em)."""
+    return sum(map(_width, text))
+
+
+def _width(letter: str) -> float:
+    if unicodedata.combining(letter):
+        return 0.0
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 2.0
+    if letter in "mwMW@%…":
+        return 1.6
+    return 1.0 if letter.isascii() and not letter.isupper() else 1.35
+
+
+def foreign(text: str) -> bool:
+    """Return whether a text has letters that the font has not which words are measured with."""
+    return any(ord(letter) > 0x24FF and letter not in "…★◆−→" for letter in text)
+
+
+def lines(text: str, wide: float, most: int) -> list[str]:
+    """Return a text in lines of a width; what does not fit in the most of them ends in an ellipsis.
+
+    It is broken at spaces, and within words that are longer than a line.
+    """
+    found = [""]
+    for word in clean(text).split():
+        joined = f"{found[-1]} {word}".strip()
+        if width(joined) <= wide:
+            found[-1] = joined
+            continue
+        if found[-1]:
+            found.append("")
+        for letter in word:
+            if width(found[-1] + letter) > wide:
+                found.append("")
+            found[-1] += letter
+    if len(found) > most:
+        last = found[most - 1]
+        while width(last) > wide - 1.6:
+            last = last[:-1]
+        found = [*found[: most - 1], f"{last.rstrip()}…"]
+    return found
+
+
+def fitted(text: str, wide: float, most: int = 2) -> str:
+    """Return a text in at most so many lines of a width."""
+    return "\n".join(lines(text, wide, most))
+
+
+# --- Numbers at ticks
+
+_SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+_MOST_DECIMALS = 12
+CHARACTER = 6.7  # units of a drawing that a digit takes
+_GAP = 12.0  # units between two words
+
+
+def ticks(low: float, high: float, scale: str, *, most: int) -> list[float]:
+    """Return round numbers between two bounds, ascending.
+
+    Args:
+        low: the lower bound; above 0 on a logarithmic scale.
+        high: the upper one, above it.
+        scale: "linear", "log" or "log2".
+        most: how many at most; at least 2.
+    """
+    if scale == "log2":
+        found = _powers(low, high, 2.0, most)
+    elif scale == "log":
+        found = _decades(low, high, most)
+    else:
+        return _linear(low, high, most)
+    return found if len(found) > 1 else _linear(low, high, min(most, 4))
+
+
+def fitting(low: float, high: float, scale: str, *, length: float) -> list[float]:
+    """Return as many `ticks` as have room for their words beside each other on an axis of `length` units."""
+    for most in range(10 if scale == "log2" else 7, 2, -1):
+        found = ticks(low, high, scale, most=most)
+        if _fit(found, low, high, scale, length):
+            return found
+    return ticks(low, high, scale, most=2)
+
+
+def _fit(found: Sequence[float], low: float, high: float, scale: str, length: float) -> bool:
+    place: Callable[[float], float] = float if scale == "linear" else math.log
+    per = length / (place(high) - place(low))
+    told = words(found, scale)
+    pairs = zip(zip(found, told, strict=True), zip(found[1:], told[1:], strict=True), strict=False)
+    return all(
+        per * (place(right) - place(left)) >= CHARACTER * (len(word) + len(next_word)) / 2 + _GAP
+        for (left, word), (right, next_word) in pairs
+    )
+
+
+def _linear(low: float, high: float, most: int) -> list[float]:
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first + 1 <= most:
+            break
+    # A sum of steps is off by the last digit; a quotient of whole numbers is not.
+    return [count / round(1 / step) if step < 1 else count * step for count in range(first, last + 1)]
+
+
+def _powers(low: float, high: float, base: float, most: int) -> list[float]:
+    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
+    every = max(1, math.ceil((last - first + 1) / most))
+    return [base**power for power in range(first, last + 1, every)]
+
+
+def _decades(low: float, high: float, most: int) -> list[float]:
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+        shown = [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+        if len(shown) <= most:
+            return shown
+    return _powers(low, high, 10.0, most)
+
+
+def words(values: Iterable[float], scale: str = "linear") -> list[str]:
+    """Return numbers of one axis in words: on a linear one all in one unit, with as few decimals as are right."""
+    known = list(values)
+    if scale != "linear":
+        return [_plain(value) if scale == "log2" else short(value) for value in known]
+    largest = max((abs(value) for value in known), default=0.0)
+    least = min((abs(value) for value in known if value), default=1.0)
+    if largest >= 1e15 or least < 1e-4:
+        return [_power_words(value) for value in known]
+    size, suffix = _unit(largest)
+    decimals = next(count for count in range(_MOST_DECIMALS + 1) if _told(known, size, count))
+    return ["0" if value == 0 else f"{value / size:.{decimals}f}{suffix}".replace("-", "−") for value in known]
+
+
+def _unit(value: float) -> tuple[float, str]:
+    size, suffix = next(((size, suffix) for size, suffix in _SUFFIXES if value >= size), (1.0, ""))
+    return (1e3 if suffix == "k" else size), suffix
+
+
+def _plain(value: float) -> str:
+    """Return a power of two as batches are known, 65536, not 65.5k, and as scaling factors are: 1/64."""
+    if 1e-6 < value < 1 and 1 / value == round(1 / value):
+        return f"1/{1 / value:.0f}"
+    return f"{value:.0f}" if 1 <= abs(value) < 1e6 and value == round(value) else short(value)
+
+
+def _told(values: Sequence[float], size: float, decimals: int) -> bool:
+    """Return whether these decimals suffice; some numbers need more than there are."""
+    if decimals == _MOST_DECIMALS:
+        return True
+    return all(math.isclose(float(f"{v / size:.{decimals}f}"), v / size, rel_tol=1e-9, abs_tol=0.0) for v in values)
+
+
+def short(value: float) -> str:
+    """Return one number: 1.2M, 40k, 0.05; at most 4 significant digits."""
+    if value and not 1e-4 <= abs(value) < 1e15:
+        return _power_words(value)
+    size, suffix = _unit(abs(value))
+    told = f"{value / size:.4g}" if size > 1 or abs(value) < 1e3 else f"{value:.0f}"
+    return f"{told}{suffix}".replace("-", "−")
+
+
+def _power_words(value: float) -> str:
+    if value == 0:
+        return "0"
+    mantissa, _, power = f"{value:.3g}".partition("e")
+    return (f"{mantissa}e{int(power)}" if power else mantissa).replace("-", "−")
+
+
+# --- Series
+
+NAN = math.nan
+_HUGE = 1e200  # beyond it axes overflow
+_MANY = 60  # points, from which on a curve has no markers
+_BAND = 15  # points, from which on the intervals of a line with points are a band, as those of a line always are
+_BARS = ("bars", "stacked")
+_SHADES = (0.07, 0.17, 0.3, 0.46, 0.63, 0.82, 1.0)
+_LEVELS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the legend: what is drawn in it, and its words."""
+
+    handle: Any
+    text: str
+
+
+@dataclass(frozen=True)
+class Drawable:
+    """A series as numbers that can be drawn; nan is a gap. `index` is what its looks follow from."""
+
+    name: str
+    style: str
+    index: int
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+    filled: list[bool]
+    told: bool  # whether it says what of it was measured
+
+    @property
+    def color(self) -> str:
+        return color(self.index)
+
+    @property
+    def known(self) -> list[bool]:
+        return [not math.isnan(value) for value in self.y]
+
+
+@dataclass
+class Places:
+    """Where x values lie: at themselves, or side by side where there are bars or categories."""
+
+    figure: Figure
+    order: list[float] = field(default_factory=list)  # x values of bars that are no categories
+
+    @classmethod
+    def of(cls, figure: Figure) -> "Places":
+        bars = any(series.style in _BARS for series in figure.series)
+        if figure.x_scale == "category" or not bars:
+            return cls(figure)
+        return cls(figure, sorted({x for series in figure.series for x in series.x if _drawable(x, "linear")}))
+
+    @property
+    def discrete(self) -> bool:
+        return bool(self.order) or self.figure.x_scale == "category"
+
+    @property
+    def scale(self) -> str:
+        return "linear" if self.discrete else self.figure.x_scale
+
+    def of_x(self, x: float | None) -> float:
+        """Return the place of a value; nan where it has none."""
+        if x is None or not _drawable(x, self.scale):
+            return NAN
+        return float(self.order.index(x)) if x in self.order else NAN if self.order else x
+
+
+def _drawable(value: float | None, scale: str) -> bool:
+    return value is not None and math.isfinite(value) and abs(value) < _HUGE and (scale == "linear" or value > 0)
+
+
+def drawables(figure: Figure, places: Places, looks: Mapping[str, int]) -> list[Drawable]:
+    """Return the series that have something to draw, in the looks that their names have, else by their places."""
+    found = []
+    for index, series in enumerate(figure.series):
+        one = _drawable_of(series, looks.get(series.name, index), places, figure.y_scale)
+        if any(one.known):
+            found.append(one)
+    return found
+
+
+def _drawable_of(series: Series, index: int, places: Places, scale: str) -> Drawable:
+    count = len(series.x)
+    measured = series.measured if series.measured is not None else (True,) * count
+    rows = []
+    for place, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+        at = places.of_x(x)
+        low, high = (None if bounds is None else bounds[place] for bounds in (series.low, series.high))
+        if not math.isnan(at):
+            value = float(y) if y is not None and _drawable(y, scale) else NAN
+            rows.append((at, value, *_interval(low, high, value, scale), measured[place]))
+    # A curve goes from left to right.
+    rows.sort(key=lambda row: row[0])
+    xs, ys, lows, highs, filled = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [], [], [])
+    return Drawable(series.name, series.style, index, xs, ys, lows, highs, filled, series.measured is not None)
+
+
+def _interval(low: float | None, high: float | None, value: float, scale: str) -> tuple[float, float]:
+    """Return the bounds that hold the value; nan where nothing is known of it. On a logarithmic axis none is 0 or less."""
+    if math.isnan(value) or (low is None and high is None):
+        return NAN, NAN
+    bottom = value if low is None or not math.isfinite(low) else min(float(low), value)
+    top = value if high is None or not math.isfinite(high) else max(float(high), value)
+    return (max(bottom, value * 1e-3) if scale != "linear" else bottom), min(top, _HUGE)
+
+
+# --- curves and points
+
+
+def draw_curve(axes: "Axes", one: Drawable, *, shift: float) -> Entry:
+    """Draw a curve or points, with intervals; return its line of the legend."""
+    from matplotlib.lines import Line2D
+
+    x = [place + shift for place in one.x]
+    line = one.style != "points"
+    lonely = one.style == "line" or (line and len(x) > _MANY)
+    dashes: Any = dash(one.index) if line else "none"
+    _draw_interval(axes, one, x, band=one.style == "line" or (line and len(x) >= _BAND))
+    if line:
+        axes.plot(x, one.y, color=one.color, linestyle=dashes, linewidth=1.6, zorder=3)
+    dots = _alone(one.known) if lonely else one.known
+    for filled in (True, False):
+        shown = [place for place, dot in enumerate(dots) if dot and one.filled[place] == filled]
+        if shown:
+            axes.plot(
+                [x[place] for place in shown],
+                [one.y[place] for place in shown],
+                linestyle="none",
+                zorder=4,
+                clip_on=False,  # or half of a point on an axis were cut off
+                **_marker(one, filled=filled),
+            )
+    look = {} if lonely else _marker(one, filled=any(one.filled))
+    return Entry(Line2D([], [], color=one.color, linestyle=dashes, linewidth=1.6, **look), one.name)
+
+
+def _marker(one: Drawable, *, filled: bool) -> dict[str, Any]:
+    return {
+        "marker": marker(one.index),
+        "markersize": 5.5,
+        "markeredgewidth": 1.3,
+        "markeredgecolor": one.color,
+        "markerfacecolor": one.color if filled else LIGHT["paper"],
+    }
+
+
+def _alone(known: Sequence[bool]) -> list[bool]:
+    """Return which points a line would not show: those between gaps."""
+    padded = [False, *known, False]
+    return [
+        here and not before and not after for before, here, after in zip(padded, padded[1:], padded[2:], strict=False)
+    ]
+
+
+def _draw_interval(axes: "Axes", one: Drawable, x: Sequence[float], *, band: bool) -> None:
+    if all(math.isnan(low) for low in one.low):
+        return
+    if band:
+        axes.fill_between(x, one.low, one.high, color=one.color, alpha=0.16, linewidth=0, zorder=2)
+    else:
+        axes.errorbar(
+            x,
+            one.y,
+            yerr=_lengths(one),
+            fmt="none",
+            color=one.color,
+            ecolor=one.color,
+            elinewidth=1.1,
+            capsize=3,
+            zorder=3,
+        )
+
+
+def _lengths(one: Drawable) -> list[list[float]]:
+    return [
+        [y - low for y, low in zip(one.y, one.low, strict=True)],
+        [high - y for y, high in zip(one.y, one.high, strict=True)],
+    ]
+
+
+# --- bars
+
+
+def draw_bars(axes: "Axes", bars: Sequence[Drawable]) -> list[Entry]:
+    """Draw bars side by side and stacked ones on each other; return their lines of the legend."""
+    beside = [one for one in bars if one.style == "bars"]
+    stacked = [one for one in bars if one.style == "stacked"]
+    groups = len(beside) + bool(stacked)
+    wide = 0.8 / max(groups, 1)
+    found = []
+    for place, one in enumerate(beside):
+        shift = wide * (place - (groups - 1) / 2)
+        found.append(_draw_bar(axes, one, [x + shift for x in one.x], [0.0] * len(one.x), wide))
+    reached: dict[tuple[float, bool], float] = {}
+    stack = []
+    for one in stacked:
+        bottoms = []
+        for x, y in zip(one.x, one.y, strict=True):
+            bottoms.append(reached.get((x, y < 0), 0.0))
+            if not math.isnan(y):
+                reached[x, y < 0] = bottoms[-1] + y
+        stack.append((one, bottoms))
+    shift = wide * (len(beside) - (groups - 1) / 2)
+    highest = max(map(abs, reached.values()), default=0.0)
+    for one, bottoms in stack:
+        found.append(_draw_bar(axes, one, [x + shift for x in one.x], bottoms, min(wide, 0.62), highest))
+    return found
+
+
+def _draw_bar(
+    axes: "Axes", one: Drawable, x: Sequence[float], bottoms: Sequence[float], wide: float, top: float | None = None
+) -> Entry:
+    """Draw the bars of a series: full ones measured, pale ones with an edge predicted."""
+    from matplotlib.patches import Patch
+
+    for filled in (True, False):
+        shown = [place for place, known in enumerate(one.known) if known and one.filled[place] == filled]
+        if shown:
+            axes.bar(
+                [x[place] for place in shown],
+                [one.y[place] for place in shown],
+                wide,
+                [bottoms[place] for place in shown],
+                zorder=2,
+                **{**_bar(one, filled=filled), **_edges([one.y[place] for place in shown], top)},
+            )
+    if not all(math.isnan(low) for low in one.low):
+        middle = [y + bottom for y, bottom in zip(one.y, bottoms, strict=True)]
+        axes.errorbar(
+            x,
+            middle,
+            yerr=_lengths(one),
+            fmt="none",
+            color=LIGHT["ink"],
+            ecolor=LIGHT["ink"],
+            elinewidth=1.1,
+            capsize=3,
+            zorder=3,
+        )
+    return Entry(Patch(**_bar(one, filled=any(one.filled))), one.name)
+
+
+def _edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
+    """Return edges that leave something of the lowest bars of a stack, which is `top` high."""
+    return {} if top is None else {"linewidth": [0.8 if abs(height) > 0.02 * top else 0.0 for height in heights]}
+
+
+def _bar(one: Drawable, *, filled: bool) -> dict[str, Any]:
+    if filled:
+        return {"facecolor": one.color, "edgecolor": LIGHT["paper"], "linewidth": 0.8}
+    return {"facecolor": LIGHT["paper"], "edgecolor": one.color, "linewidth": 1.2}
+
+
+# --- a density
+
+
+def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
+    """Draw shares as shades, one path a shade; return what the shades mean."""
+    from matplotlib.patches import Patch, PathPatch
+    from matplotlib.path import Path
+
+    found = []
+    for place, (low, high) in enumerate(itertools.pairwise(_LEVELS)):
+        corners = [
+            corner
+            for i, shares in enumerate(density.shares)
+            for j, share in enumerate(shares)
+            if low < share <= high or (share > 1 and high == 1)
+            for corner in _corners(density.x_edges[i : i + 2], density.y_edges[j : j + 2], y_scale)
+        ]
+        if corners:
+            codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(corners) // 5)
+            look: dict[str, Any] = {"facecolor": LIGHT["s0"], "alpha": _SHADES[place], "linewidth": 0}
+            axes.add_patch(PathPatch(Path(corners, codes), zorder=2, **look))
+            found.append(
+                Entry(Patch(**look), f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %")
+            )
+    return found
+
+
+def _corners(x: Sequence[float], y: Sequence[float], y_scale: str) -> list[tuple[float, float]]:
+    if not all(_drawable(value, "linear") for value in x) or not all(_drawable(value, y_scale) for value in y):
+        return []
+    (left, right), (bottom, top) = x, y
+    return [(left, bottom), (right, bottom), (right, top), (left, top), (left, bottom)]
+
+
+# --- Axes
+
+_LINE = 13.5  # units of a line of text
+_AXIS = 310.0  # units that the horizontal axis has at least
+_UPRIGHT = 180.0  # and the vertical one
+_TALL = 2.2  # of a vertical tick's room, in its words' width: they stand above each other
+_SLANTED = 14  # units between slanted words
+
+
+def scale_x(axes: "Axes", figure: Figure, places: Places) -> float:
+    """Set limits and ticks of the horizontal axis; return how many units more its words take."""
+    low, high = axes.dataLim.intervalx
+    if places.discrete:
+        return _categories(axes, figure, places, low, high)
+    if places.scale == "linear" and figure.density is not None:
+        axes.set_xlim(low, high)
+    else:
+        axes.set_xlim(*_padded(low, high, places.scale, zero=False))
+    low, high = axes.get_xlim()
+    known = sorted({x for series in figure.series for x in series.x if low <= x <= high})
+    found = fitting(low, high, places.scale, length=_AXIS)
+    if places.scale == "log2" and len(known) <= 7 and _apart(known, low, high):
+        found = known  # the batches themselves
+    _ticks(axes.xaxis, found, words(found, places.scale))
+    return 0.0
+
+
+def _apart(known: Sequence[float], low: float, high: float) -> bool:
+    told = words(known, "log2")
+    per = _AXIS / math.log(high / low)
+    return all(
+        per * math.log(right / left) >= CHARACTER * (len(word) + len(other)) / 2 + 8
+        for (left, word), (right, other) in itertools.pairwise(zip(known, told, strict=True))
+    )
+
+
+def _categories(axes: "Axes", figure: Figure, places: Places, low: float, high: float) -> float:
+    texts = [short(x) for x in places.order] if places.order else list(figure.categories)
+    last = max(len(texts) - 1, round(high))
+    texts += [str(place) for place in range(len(texts), last + 1)]
+    axes.set_xlim(min(low, -0.5), max(high, last + 0.5))
+    axes.grid(visible=False, axis="x")
+    room = _AXIS / (last + 1) / CHARACTER - 0.8
+    if all(width(part) <= room for text in texts for part in text.split()):
+        told = [fitted(text, room, 3) for text in texts]
+        _ticks(axes.xaxis, list(range(last + 1)), told)
+        return _LINE * max((text.count("\n") for text in told), default=0)
+    every = max(1, -(-(last + 1) * _SLANTED // int(_AXIS)))
+    told = [lines(text, 22, 1)[0] for text in texts[::every]]
+    _ticks(axes.xaxis, list(range(0, last + 1, every)), told)
+    for word in axes.get_xticklabels():
+        word.set(rotation=38, ha="right", rotation_mode="anchor")
+    return 0.62 * CHARACTER * max(map(width, told), default=0)
+
+
+def scale_y(axes: "Axes", figure: Figure, *, bars: bool) -> None:
+    low, high = axes.dataLim.intervaly
+    if figure.y_scale != "linear" and low <= 0:  # bars begin there
+        low = axes.dataLim.minposy
+    if figure.density is not None and not figure.series:
+        axes.set_ylim(low, high)
+    else:
+        axes.set_ylim(*_padded(low, high, figure.y_scale, zero=bars))
+    low, high = axes.get_ylim()
+    found = fitting(low, high, figure.y_scale, length=_UPRIGHT * _TALL)
+    _ticks(axes.yaxis, found, words(found, figure.y_scale))
+
+
+def _padded(low: float, high: float, scale: str, *, zero: bool) -> tuple[float, float]:
+    """Return limits with room around the values; they begin at 0 where that is near, or bars do."""
+    if scale != "linear":
+        room = max((high / low) ** 0.06, 1.1) if high > low else 2.0
+        return low / room, high * room
+    room = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+    if low >= 0 and (zero or low <= 0.4 * high):
+        return 0.0, high + room
+    return low - room, 0.0 if zero and high <= 0 else high + room
+
+
+def _ticks(axis: Any, places: Sequence[float], told: Sequence[str]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axis.set_minor_locator(NullLocator())
+    axis.set_ticks(list(places), labels=[clean(text) for text in told])
+
+
+def label(axes: "Axes", figure: Figure, *, numbered: bool) -> float:
+    """Write what the axes are, that of the vertical one above it; return how many units more they take."""
+    above, below = fitted(figure.y_label, 50), fitted(figure.x_label, 50)
+    axes.set_title(above, pad=17 if numbered else 8, color=LIGHT["ink"])
+    axes.set_xlabel(below)
+    return _LINE * (above.count("\n") + below.count("\n"))
+
+
+# --- Marks
+
+_POINTS: dict[str, dict[str, Any]] = {
+    "choice": {"marker": "*", "markersize": 14, "markerfacecolor": LIGHT["ink"], "markeredgecolor": LIGHT["paper"]},
+    "knee": {"marker": "D", "markersize": 11, "markerfacecolor": "none", "markeredgecolor": LIGHT["ink"]},
+    "limit": {"marker": "X", "markersize": 9, "markerfacecolor": LIGHT["ink"], "markeredgecolor": LIGHT["paper"]},
+    "event": {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgecolor": LIGHT["ink"]},
+}
+_LINES = {"choice": (0, (1, 1)), "knee": (0, (8, 2, 1, 2)), "limit": (0, (6, 3)), "event": (0, (1, 2))}
+_MOST_EVENTS = 9  # that the legend tells one by one
+_ROOM = 0.05  # of the axis, which a number above an event takes
+
+
+def draw_marks(axes: "Axes", marks: Sequence[Mark], places: Places) -> list[Entry]:
+    """Draw what has a place; return the lines of the legend."""
+    at = [(mark, places.of_x(mark.x)) for mark in marks]
+    events = sorted(
+        ((mark, x) for mark, x in at if mark.kind == "event" and mark.y is None and not math.isnan(x)),
+        key=lambda pair: pair[1],
+    )
+    found = [
+        entry
+        for mark, x in at
+        if not (mark.kind == "event" and mark.y is None) and (entry := _draw_mark(axes, mark, x)) is not None
+    ]
+    return [*found, *_draw_events(axes, events)]
+
+
+def _draw_mark(axes: "Axes", mark: Mark, x: float) -> Entry | None:
+    from matplotlib.lines import Line2D
+
+    y = math.nan if mark.y is None or not math.isfinite(mark.y) else mark.y
+    if axes.get_yscale() != "linear" and y <= 0:
+        return None
+    if not math.isnan(x) and not math.isnan(y):
+        look = {**_POINTS[mark.kind], "markeredgewidth": 1.2, "linestyle": "none"}
+        axes.plot([x], [y], zorder=6, clip_on=False, **look)
+        return Entry(Line2D([], [], **look), mark.text)
+    line: dict[str, Any] = {"color": LIGHT["ink"], "linestyle": _LINES[mark.kind], "linewidth": 1.2}
+    if mark.x is None and not math.isnan(y):
+        axes.axhline(y, zorder=5, **line)
+        # A line of the whole width tells the axes nothing of its height.
+        axes.update_datalim([(0.0, y)], updatex=False)
+    elif mark.y is None and not math.isnan(x):
+        axes.axvline(x, zorder=5, **line)
+        axes.update_datalim([(x, 0.0)], updatey=False)
+    else:
+        return None
+    return Entry(Line2D([], [], **line), mark.text)
+
+
+def _draw_events(axes: "Axes", events: Sequence[tuple[Mark, float]]) -> list[Entry]:
+    """Draw a thin line for each event, which is told once where several are the same."""
+    from matplotlib.lines import Line2D
+
+    look: dict[str, Any] = {"color": LIGHT["muted"], "linestyle": _LINES["event"], "linewidth": 1.2}
+    texts = list(dict.fromkeys(mark.text for mark, _ in events))
+    for _, x in events:
+        axes.axvline(x, zorder=1.5, **look)
+        axes.update_datalim([(x, 0.0)], updatey=False)
+    shown = [*texts[:_MOST_EVENTS], *([f"{len(texts) - _MOST_EVENTS} more"] if len(texts) > _MOST_EVENTS else [])]
+    if len(texts) == 1:
+        return [Entry(Line2D([], [], **look), texts[0])]
+    return [Entry(Line2D([], [], **look), f"{place}: {text}") for place, text in enumerate(shown, 1)]
+
+
+def number_events(axes: "Axes", marks: Sequence[Mark], places: Places) -> bool:
+    """Write the numbers of events above their lines, once the axes have their limits; those too close share a word.
+
+    Return whether there are any.
+    """
+    events = sorted(
+        (x, mark.text)
+        for mark in marks
+        if mark.kind == "event" and mark.y is None and not math.isnan(x := places.of_x(mark.x))
+    )
+    texts = list(dict.fromkeys(text for _, text in events))
+    if len(texts) < 2:
+        return False
+    groups: list[list[tuple[float, int]]] = []
+    for x, text in events:
+        share = float(axes.transAxes.inverted().transform(axes.transData.transform((x, 1.0)))[0])
+        number = min(texts.index(text), _MOST_EVENTS) + 1
+        if groups and share - groups[-1][-1][0] < _ROOM * (2 if len(groups[-1]) > 1 else 1):
+            groups[-1].append((share, number))
+        else:
+            groups.append([(share, number)])
+    for group in groups:
+        numbers = sorted({number for _, number in group})
+        word = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}"
+        middle = min(max((group[0][0] + group[-1][0]) / 2, 0.03), 0.97)
+        axes.text(
+            middle, 1.005, word, transform=axes.transAxes, ha="center", va="bottom", fontsize=10, color=LIGHT["muted"]
+        )
+    return True
+
+
+# --- Plain SVG
+#
+# Nothing in it touches the page around it: no rule of a style sheet, no id that another figure could have, no metadata. Colours
+# are attributes, which hold where the drawing stands alone, and classes, by which a page gives them its own (palette.rules).
+
+_SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
+_HREF = f"{{{_XLINK}}}href"
+_ROLES = {value: role for role, value in LIGHT.items()}
+_REFERENCE = re.compile(r"url\(#([^)]+)\)")
+_LONG = re.compile(r"-?\d+\.\d{3,}")
+_NUMBERS = ("d", "x", "y", "width", "height", "transform", "points")
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+
+def plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
+    """Return a drawing for a page.
+
+    Args:
+        drawn: what matplotlib has written.
+        prefix: of its ids; one that no other drawing of the page has.
+        title: for those who hear the page.
+        description: what is drawn, in a sentence or two, for the same.
+    """
+    root = ElementTree.fromstring(drawn)
+    _strip(root)
+    names = _names(root, prefix)
+    for element in root.iter():
+        _tag(element)
+        _color(element)
+        _rename(element, names)
+        for name in _NUMBERS:
+            if name in element.attrib:
+                element.set(
+                    name,
+                    _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), element.get(name, "")),
+                )
+    _describe(root, prefix, title, description)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _strip(root: ElementTree.Element) -> None:
+    """Take out metadata and rules, which would hold for the page too; and the empty lines between elements."""
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
+            child.tail = None
+        if parent.tag != f"{{{_SVG}}}text":
+            parent.text = None
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag == f"{{{_SVG}}}defs" and not len(child):
+                parent.remove(child)
+
+
+def _names(root: ElementTree.Element, prefix: str) -> dict[str, str]:
+    """Return new ids for those that something refers to."""
+    known = [element.get("id", "") for element in root.iter()]
+    used = {name for element in root.iter() for name in _references(element)}
+    return {name: f"{prefix}-{place}" for place, name in enumerate(name for name in known if name in used)}
+
+
+def _references(element: ElementTree.Element) -> Iterator[str]:
+    for name, value in element.attrib.items():
+        if name == _HREF:
+            yield value.removeprefix("#")
+        yield from _REFERENCE.findall(value)
+
+
+def _rename(element: ElementTree.Element, names: dict[str, str]) -> None:
+    own = element.attrib.pop("id", "")
+    if own in names:
+        element.set("id", names[own])
+    if (target := element.attrib.pop(_HREF, None)) is not None:
+        element.set("href", f"#{names[target.removeprefix('#')]}")
+    for name, value in element.attrib.items():
+        element.set(name, _REFERENCE.sub(lambda found: f"url(#{names[found[1]]})", value))
+
+
+def _tag(element: ElementTree.Element) -> None:
+    """Leave namespaces to the root: a page knows SVG without."""
+    element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
+
+
+def _color(element: ElementTree.Element) -> None:
+    """Turn an element's style into attributes, and its colours into classes too."""
+    for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
+        name, value = (part.strip() for part in declaration.split(":", 1))
+        if name in ("font", "font-size"):  # matplotlib has written either
+            found = re.search(r"([\d.]+)px", value)
+            assert found, declaration
+            element.set("font-size", found[1])
+        elif name != "font-family":  # which the root has
+            element.set(name, value)
+    roles = {name: _ROLES.get(element.get(name, "")) for name in ("fill", "stroke")}
+    classes = [f"{name}-{role}" for name, role in roles.items() if role is not None]
+    if element.tag == "text" and "fill" not in element.attrib:  # it was left black
+        element.set("fill", LIGHT["ink"])
+        classes.append("fill-ink")
+    if classes:
+        element.set("class", " ".join(classes))
+
+
+def _describe(root: ElementTree.Element, prefix: str, title: str, description: str) -> None:
+    kept = {"viewBox": root.get("viewBox", ""), "xmlns": _SVG, "role": "img", "class": "figure"}
+    root.attrib.clear()
+    root.attrib.update({**kept, "stroke-linejoin": "round", "font-family": FONT})
+    root.set("aria-labelledby", f"{prefix}-title {prefix}-desc")
+    for place, (name, text) in enumerate((("title", title), ("desc", description))):
+        child = ElementTree.Element(name, {"id": f"{prefix}-{name}"})
+        child.text = text
+        root.insert(place, child)
+
+
+# --- Figures
 
 WIDTH, PLOT = 390.0, 245.0  # units: of a drawing, and the height of what is not its legend
 _RC: dict[str, Any] = {

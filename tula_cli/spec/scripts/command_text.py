@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.launchers import RANK_VARIABLES, runs_launcher, starts_program
-from tula_cli.spec.scripts.options import MAY_BE_BATCH
-from tula_cli.spec.scripts.shell import PIPES, Command, Word, split_commands
+from tula_cli.spec.scripts.shell import MAY_BE_BATCH, PIPES, Command, Word, split_commands
 
 _PRINTS = (
     "echo",

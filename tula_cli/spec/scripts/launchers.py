@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.options import Option, filled, filled_in, launcher_options, read_options
 from tula_cli.spec.scripts.placeholders import SCRIPTS
-from tula_cli.spec.scripts.shell import Word, split_commands
+from tula_cli.spec.scripts.shell import Option, Word, filled, filled_in, launcher_options, read_options, split_commands
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import plural
 

@@ -10,7 +10,7 @@ import yaml
 
 from tula_cli.spec.scripts.placeholders import BATCHES, names, program
 from tula_cli.spec.scripts.recognition import Recognised
-from tula_cli.spec.scripts.section import default_train
+from tula_cli.spec.scripts.script import default_train
 from tula_cli.words import plural
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, refuse_unknown, training_command
 from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, per_node_words
-from tula_cli.spec.scripts.options import MAY_BE_BATCH, Option, filled_in, read_options
 from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
-from tula_cli.spec.scripts.shell import Word
+from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, Word, filled_in, read_options
 from tula_cli.words import parse_number, plural
 
 _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"

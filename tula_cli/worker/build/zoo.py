@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,73 @@ from tula_cli.optim.muon import MuonWithAdamW, missing_muon
 from tula_cli.optim.sharding import local_shard
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec, beta2_at, beta2_half_life
-from tula_cli.worker.build import small_images
-from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
+from tula_cli.worker.build.batches import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments, refused_arguments
-from tula_cli.worker.build.finetune.frozen import freeze_parameters
-from tula_cli.worker.build.finetune.groups import Parameters, flatten_groups
-from tula_cli.worker.build.text.from_config import FromConfig, is_transformers_name
+from tula_cli.worker.build.finetune import Parameters, flatten_groups, freeze_parameters
+from tula_cli.worker.build.text import FromConfig, is_transformers_name
+
+# --- Networks for small images
+#
+# torchvision's are made for 224 x 224: at 32 x 32 ResNet, VGG and MobileNetV3 throw most of the image away before the first
+# block, or leave one pixel for the head, and AlexNet does not run at all.
+
+
+def small_resnet(name: str, **arguments: Any) -> nn.Module:
+    """Return a ResNet with a 3x3 stem of stride 1 and no pooling before the first block (He et al. 2016, section 4.2)."""
+    model = _build_torchvision(name, arguments)
+    model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's own
+    model.maxpool = nn.Identity()
+    return model  # type: ignore[no-any-return]
+
+
+def small_vgg(name: str, *, num_classes: int = 1000, **arguments: Any) -> nn.Module:
+    """Return a VGG with one linear layer for a head: five poolings leave one pixel of 512 channels."""
+    model = _build_torchvision(name, arguments)
+    model.avgpool = nn.AdaptiveAvgPool2d(1)
+    model.classifier = nn.Linear(512, num_classes)
+    return model  # type: ignore[no-any-return]
+
+
+def small_alexnet(*, num_classes: int = 1000, **arguments: Any) -> nn.Module:
+    """Return an AlexNet whose first convolution is 3x3 with stride 2, and which pools by 2x2; the head sees 2x2 pixels."""
+    model = _build_torchvision("alexnet", {**arguments, "num_classes": num_classes})
+    model.features[0] = nn.Conv2d(3, 64, 3, stride=2, padding=1)
+    for index, layer in enumerate(model.features):
+        if isinstance(layer, nn.MaxPool2d):
+            model.features[index] = nn.MaxPool2d(2)
+    model.avgpool = nn.AdaptiveAvgPool2d(2)
+    model.classifier[1] = nn.Linear(256 * 2 * 2, 4096)
+    return model  # type: ignore[no-any-return]
+
+
+def small_mobilenet_v3(name: str, **arguments: Any) -> nn.Module:
+    """Return a MobileNetV3 that shrinks images by 8, not by 32: its first two strides are 1."""
+    model = _build_torchvision(name, arguments)
+    for layer in list(_strided_convolutions(model))[:2]:
+        layer.stride = (1, 1)
+    return model  # type: ignore[no-any-return]
+
+
+def _build_torchvision(name: str, arguments: dict[str, Any]) -> Any:
+    return torchvision.models.get_model_builder(name)(**arguments)
+
+
+def _strided_convolutions(model: nn.Module) -> Iterator[nn.Conv2d]:
+    return (layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.stride == (2, 2))
+
+
+_FAMILIES: dict[Callable[..., nn.Module], tuple[str, ...]] = {
+    small_resnet: ("resnet18", "resnet34", "resnet50", "resnet101"),
+    small_vgg: ("vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn"),
+    small_mobilenet_v3: ("mobilenet_v3_small", "mobilenet_v3_large"),
+}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    f"{name}_cifar": functools.partial(build, name) for build, names in _FAMILIES.items() for name in names
+} | {"alexnet_cifar": small_alexnet}
+
+
+# --- Models, losses and optimizers by name
 
 
 class SmallCNN(nn.Module):
@@ -55,7 +116,7 @@ def _conv_block(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-TULA_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, **small_images.MODELS}
+TULA_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, **MODELS}
 
 
 def build_model(spec: JobSpec, classes: int | None) -> nn.Module:

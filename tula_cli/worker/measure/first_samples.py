@@ -13,12 +13,16 @@ from torch.utils._pytree import tree_leaves
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.plugins import is_import_string
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.batches.collate import Collate, collate_items
-from tula_cli.worker.build.batches.tokens import sequence_length
-from tula_cli.worker.build.batches.tree import describe_tree, slice_batch, tensors_of
-from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset, sample_count
-from tula_cli.worker.build.text import source_text
-from tula_cli.worker.build.transforms import check_sample
+from tula_cli.worker.build import text
+from tula_cli.worker.build.batches import (
+    Collate,
+    collate_items,
+    describe_tree,
+    sequence_length,
+    slice_batch,
+    tensors_of,
+)
+from tula_cli.worker.build.data import Datasets, EvaluationDataset, SeededDataset, check_sample, sample_count
 
 MAX_COMPARED = 5
 """Samples that have to make a batch: as many as nothing else is in a sample, such as colours."""
@@ -52,7 +56,7 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         SpecError: they make none, or one that cannot be cut.
         JobFailed: the user's dataset or collate_fn fails.
     """
-    is_user_dataset = is_import_string(spec.dataset.name) or spec.dataset.name in source_text.DATASETS
+    is_user_dataset = is_import_string(spec.dataset.name) or spec.dataset.name in text.DATASETS
     try:
         items = datasets.train.first_samples(MAX_COMPARED)
         held_out = datasets.eval.first_samples(1)[0]

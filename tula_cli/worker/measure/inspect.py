@@ -14,44 +14,125 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    gc.disable()  # collections during the imports, which find next to nothing, take a fifth of their time
-
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
-from tula_cli.host.capacity import machine_memory
-from tula_cli.host.processor import processor_name
+from tula_cli.host.machine import machine_memory, processor_name
 from tula_cli.models.halving import most_expensive_job
 from tula_cli.models.ramp.stage_nodes import nodes_named_by_stages
 from tula_cli.models.ramp.stages import stage_batches
 from tula_cli.plugins import is_import_string
-from tula_cli.run.records.components import Footprint
+from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.calling import ModelCall, scores_from_outputs
-from tula_cli.worker.build.batches.collate import build_collate, collate_items
-from tula_cli.worker.build.batches.tree import describe_tree, tensors_of
-from tula_cli.worker.build.datasets import build_datasets, build_test_dataset, dataset_source, download_dataset
-from tula_cli.worker.build.finetune import frozen, groups, initial_weights
-from tula_cli.worker.build.finetune.groups import parameter_groups
-from tula_cli.worker.build.ghost import refuse_without_batch_norm
-from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.sampling import build_sampler
-from tula_cli.worker.build.transforms import build_transforms
+from tula_cli.spec.sections import Train
+from tula_cli.words import amount, plural
+from tula_cli.worker.build import finetune, zoo
+from tula_cli.worker.build.batches import (
+    ModelCall,
+    build_collate,
+    collate_items,
+    describe_tree,
+    scores_from_outputs,
+    tensors_of,
+)
+from tula_cli.worker.build.data import (
+    Datasets,
+    build_datasets,
+    build_sampler,
+    build_test_dataset,
+    build_transforms,
+    dataset_source,
+    download_dataset,
+)
+from tula_cli.worker.build.finetune import parameter_groups
+from tula_cli.worker.build.norms import refuse_without_batch_norm
 from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, read_process_memory, tensor_bytes
-from tula_cli.worker.measure import footprint as worker_measure_footprint
-from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
+from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
+from tula_cli.worker.measure.fake_tensor_step import FakeStep
 from tula_cli.worker.measure.first_samples import class_numbers, load_first_samples
 from tula_cli.worker.methods.table import method_of
-from tula_cli.worker.parallel.sharded import check_torch
-from tula_cli.worker.train.judging.own_metrics import build_metrics
-from tula_cli.worker.train.judging.own_metrics import warn_gathered_metrics as metrics_told
+from tula_cli.worker.parallel.sharding import check_torch, fsdp_blocks
+from tula_cli.worker.train.batch_partition import check_ghost_batches, micro_batches_per_rank
+from tula_cli.worker.train.evaluation import build_metrics
+from tula_cli.worker.train.evaluation import warn_gathered_metrics as metrics_told
 from tula_cli.worker.train.learning_rate import check_user_schedule
-from tula_cli.worker.train.sizes.dividing import check_ghost_batches, micro_batches_per_rank
+
+# --- Memory footprint
+#
+# Fake tensors have shapes and storages but no data. A dispatch mode sees every operation, forward and backward, and
+# records when each storage comes to be and dies. One rehearsal is enough for every batch: its batch is a prime number, so
+# that a size it divides is one that grows with the batch. The recording is then replayed at any batch, for a GPU through a
+# simulation of PyTorch's allocator.
+#
+# What no operation shows is in no recording: the workspaces that cuDNN or oneDNN choose by measuring. For what libraries
+# hold beside the tensors there is a heuristic, `libraries`; probes correct both.
+
+MICRO_BATCHES = tuple(2**power for power in range(17))
+"""Where an estimate is told; between them memory is as good as a straight line."""
+
+
+def estimate_footprints(rehearsal: FakeStep, *, largest: int = MICRO_BATCHES[-1]) -> tuple[Footprint, ...]:
+    """Return the estimate at micro-batches of 1, 2, 4 ... up to the first that is as large as the largest of interest.
+
+    The peak is the largest of several moments of a step, each linear in the batch; at small batches it may be one that
+    no batch size changes (a large layer's gradient, a refresh of the factors).
+    """
+    below = [size for size in MICRO_BATCHES if size < largest]
+    sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
+    accumulate, room = rehearsal.spec.train.accumulate, rehearsal.allocator_margin()
+    gathered = _gathered_bytes(rehearsal.model, rehearsal.spec.train) if rehearsal.spec.train.sharded else 0
+    components = {size * accumulate: _add_extra(rehearsal.measure(size), gathered) for size in sizes}
+    return tuple(
+        Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in components.items()
+    )
+
+
+def _gathered_bytes(model: nn.Module, train: Train) -> int:
+    """Return the bytes that are gathered beside a rank's share of a model at the peak of a step (`train.parallel: fsdp`).
+
+    What belongs to no block stays gathered all along. Of the largest block there are its parameters and those of the next
+    one, which is fetched ahead; its gradient, and that of the one before, on its way.
+    """
+    blocks, outside_blocks = _block_sizes(model, train)
+    return outside_blocks + 4 * max(blocks, default=0)
+
+
+def _block_sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
+    """Return the bytes of each block's parameters, but for those of blocks inside it, and of those that belong to none."""
+    counted: set[nn.Parameter] = set()
+    blocks = []
+    for block in fsdp_blocks(model, train.fsdp_blocks):  # the inner ones come first
+        parameters = set(block.parameters()) - counted
+        blocks.append(tensor_bytes(parameters))
+        counted |= parameters
+    return blocks, tensor_bytes(model.parameters()) - sum(blocks)
+
+
+def describe_gathering(model: nn.Module, train: Train) -> str:
+    """Describe what part of a model is gathered at a time (`train.parallel: fsdp`)."""
+    blocks, outside_blocks = _block_sizes(model, train)
+    if not blocks:
+        return f"shares: the model has no blocks, so that all of its {amount(outside_blocks)} are gathered at once"
+    return (
+        f"shares: {plural(len(blocks), 'block')} of at most {amount(max(blocks))}, gathered one at a time, and {amount(outside_blocks)}"
+        " that stay gathered through a step"
+    )
+
+
+def _add_extra(memory: Components, extra: int) -> Components:
+    """Return the memory with something beside it that is neither a state nor the batch."""
+    raised = {name: getattr(memory, name) + extra for name in ("activations", "peak", "reserved")}
+    return memory.model_copy(update=raised) if extra else memory
+
+
+# --- The inspection
+
+if __name__ == "__main__":
+    gc.disable()  # collections during the imports, which find next to nothing, take a fifth of their time
+
 
 START_MARKER = "begun"
 
@@ -81,7 +162,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
             gpu=_estimates_gpu_memory(spec, device),
             collate=datasets.collate,
         )
-        footprints = worker_measure_footprint.estimate_footprints(rehearsal, largest=max(1, len(datasets.train)))
+        footprints = estimate_footprints(rehearsal, largest=max(1, len(datasets.train)))
         model, call, optimizer, output = rehearsal.model, rehearsal.call, rehearsal.optimizer, rehearsal.output(2)
         warnings += _lone_sample_problems(spec, rehearsal)
         if _has_users_code(spec):  # fake tensors have not the values of the samples, and fewer checks of their types
@@ -134,15 +215,13 @@ def _describe_initial_state(spec: JobSpec, model: nn.Module, optimizer: torch.op
         SpecError: the file of weights does not fit.
     """
     section = spec.model
-    weights = (
-        initial_weights.describe_weights(section, initial_weights.check_fit(section, model)) if section.weights else ""
-    )
+    weights = finetune.describe_weights(section, finetune.check_fit(section, model)) if section.weights else ""
     descriptions = (
         weights,
-        frozen.describe_frozen(model, section.frozen),
-        *groups.describe_groups(spec.optimizer, model),
+        finetune.describe_frozen(model, section.frozen),
+        *finetune.describe_groups(spec.optimizer, model),
         zoo.describe_beta2(spec, optimizer),
-        worker_measure_footprint.describe_gathering(model, spec.train) if spec.train.sharded else "",
+        describe_gathering(model, spec.train) if spec.train.sharded else "",
     )
     return tuple(note for note in descriptions if note)
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from tula_cli.errors import TulaError
 from tula_cli.host import network
-from tula_cli.host.capacity import shared_memory
+from tula_cli.host.machine import shared_memory
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
+from tula_cli.run.records.inspections import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import nccl

@@ -1,40 +1,424 @@
 """A probe: the training loop cut short, and everything that is measured on the way."""
 
 import itertools
+import json
+import math
+import platform
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
 from tula_cli.errors import Diverged
-from tula_cli.host import outcome
+from tula_cli.host import failures
+from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import most_expensive_job
 from tula_cli.models.memory.host_memory import PREFETCH_FACTOR
+from tula_cli.models.time.noise import standard_error, trimmed_mean
+from tula_cli.optim.ddp_hook import add_listener
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.components import Components
-from tula_cli.run.records.probes import GpuState, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.base import Components
+from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads, RankPace, Tokens
 from tula_cli.run.records.tasks import ProbeTask, probe_identity
+from tula_cli.spec.sections import LEAST_STEPS, Search
 from tula_cli.worker import device, environment
-from tula_cli.worker.build.batches.collate import collate_items
-from tula_cli.worker.build.batches.tree import tensors_of
-from tula_cli.worker.build.finetune import initial_weights
-from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.sampling import Position
-from tula_cli.worker.energy import EnergyMeter
+from tula_cli.worker.build import finetune
+from tula_cli.worker.build.batches import TokenCounter, collate_items, slice_batch, tensors_of
+from tula_cli.worker.build.data import Datasets, Position
+from tula_cli.worker.device import gpu_uuid
+from tula_cli.worker.energy import EnergyMeter, nvml_device
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure.first_samples import longest_sample
-from tula_cli.worker.measure.gpu_states import GpuStateRecorder
-from tula_cli.worker.measure.looks.looks import measure_breakdown, step_seconds, zero_learning_rate
-from tula_cli.worker.measure.window import count_steps_for_median, count_steps_to_time, count_warm_up_steps
+from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
+from tula_cli.worker.train.gradient_noise import compute_gradient, squared_norm
 from tula_cli.worker.train.loop import Step, Trainer
+from tula_cli.worker.train.step_watch import SynchronisationTimer
+
+# --- The timed window
+#
+# Ranks have to stop at the same step, so one of them decides for all; between two blocks, for a step that waits for an
+# answer is not the step of a training. Hence a rule says how many steps come until it is asked again.
+
+PRECISION = 0.01
+"""Standard error of the mean, as a share of it, at which a window ends: jobs differ by more when they start again."""
+UNTIMED_STEPS = 2
+"""Steps that begin a probe: the first, which compiles and chooses kernels, and one that refreshes factors."""
+MAX_RELATIVE_DIFFERENCE = 0.1
+"""Share by which the medians of successive steps may differ once they are warm."""
+
+
+def count_warm_up_steps(times: Sequence[float], search: Search, *, prefetched: int = 0) -> int:
+    """Return how many steps come before the next look; 0: the warm-up is over.
+
+    It is when the newest steps are like those before them, both by their medians. However long the first ones took, they
+    bound nothing: compiling is what a warm-up is for.
+
+    Args:
+        times: seconds of the steps after the `UNTIMED_STEPS`.
+        search: what bounds it.
+        ahead: steps whose data the loader may have made while the first ones compiled; only later ones wait for it.
+    """
+    missing = max(search.warmup_steps - UNTIMED_STEPS, prefetched and prefetched + LEAST_STEPS) - len(times)
+    if sum(times) >= search.max_seconds:
+        return 0
+    if missing > 0:
+        return min(LEAST_STEPS, missing)
+    few = min(LEAST_STEPS, len(times) // 2)
+    if few < 2:
+        return LEAST_STEPS
+    newest, previous = statistics.median(times[-few:]), statistics.median(times[-2 * few : -few])
+    return 0 if abs(newest - previous) <= MAX_RELATIVE_DIFFERENCE * previous else LEAST_STEPS
+
+
+def count_steps_for_median(times: Sequence[float], search: Search) -> int:
+    """Return how many steps tell a median to `PRECISION`, by the spread of those that were timed; never fewer than those
+    that tell of a spread, or more than search.min_steps.
+
+    The variance of a median is pi/2 that of a mean, where values are normal.
+    """
+    error = standard_error(times) / (PRECISION * trimmed_mean(times))
+    return min(search.split_steps, max(LEAST_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
+
+
+def count_steps_to_time(times: Sequence[float], search: Search) -> int:
+    """Return how many steps come before the next look; 0: the window is over.
+
+    Blocks grow with what there is, so that looks are few.
+
+    Args:
+        times: seconds of the timed steps.
+        search: what bounds it.
+    """
+    timed, seconds = len(times), sum(times)
+    if timed < LEAST_STEPS:
+        return LEAST_STEPS - timed
+    if seconds >= search.max_seconds:
+        return 0
+    mean = seconds / timed
+    missing = max(search.min_steps - timed, math.ceil((search.min_seconds - seconds) / mean))
+    if missing <= 0:
+        if standard_error(times) <= PRECISION * trimmed_mean(times):
+            return 0
+        missing = max(LEAST_STEPS, timed // 2)
+    return min(missing, math.ceil((search.max_seconds - seconds) / mean))
+
+
+# --- States of the GPU
+
+REASONS = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+"""What holds a clock down, by NVML's bits of the reasons; an idle GPU, or a clock that is set lower, is not held down."""
+
+
+class GpuStateRecorder:
+    """The state of this rank's GPU at the first and at the last look; those of all ranks are put together afterwards."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        on_gpu = ranks.device.type == "cuda"
+        self._device = nvml_device(gpu_uuid()) if on_gpu else None
+        self._looks: list[GpuState] = []
+
+    def sample(self) -> None:
+        """Read the state now: an idle GPU tells nothing of the clocks it had at work, so before it is waited for."""
+        if self._device is not None and (state := _read(*self._device)) is not None:
+            self._looks = [*self._looks[:1], state]
+
+    def first_and_last(self) -> tuple[GpuState, GpuState] | None:
+        """Return what all GPUs were like at the first look and at the last; every rank takes part. None: none told."""
+        samples_here = [state.model_dump() for state in self._looks]
+        ranks_samples = [
+            samples for text in self._ranks.gather(json.dumps(samples_here)) if (samples := json.loads(text))
+        ]
+        if not ranks_samples:
+            return None
+        return _join_states(samples[0] for samples in ranks_samples), _join_states(
+            samples[-1] for samples in ranks_samples
+        )
+
+
+def _join_states(told: Iterable[dict[str, Any]]) -> GpuState:
+    states = [GpuState.model_validate(state) for state in told]
+    return GpuState(
+        sm_mhz=min(state.sm_mhz for state in states),
+        watts=max(state.watts for state in states),
+        held_down=tuple(sorted({reason for state in states for reason in state.held_down})),
+    )
+
+
+def _read(nvml: Any, handle: Any) -> GpuState | None:
+    """Return the state of a GPU; None where it does not tell it (any more)."""
+    try:
+        bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        return GpuState(
+            sm_mhz=int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            watts=nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # mW
+            held_down=tuple(sorted({reason for bit, reason in REASONS.items() if bits & bit})),
+        )
+    except (nvml.NVMLError, AttributeError):  # the latter of a package that is too old
+        return None
+
+
+# --- Statistics of gradients
+#
+# With several ranks both come for free: a rank's own gradient is that of the local batch, the reduced one that of the
+# global batch (McCandlish et al. 2018, appendix A.1). A single rank takes two halves of its batch in their place.
+
+
+@dataclass
+class GradientNormRecorder:
+    """Listens to DDP's reductions and, while it watches, sums the squares of each bucket before and after.
+
+    Nothing is read by the host before the window is over: a step never waits. It knows nothing of the trainer: DDP
+    holds it from C++, and a cycle through that is never collected.
+    """
+
+    ranks: Ranks
+    watching: bool = False
+    local: list[torch.Tensor] = field(default_factory=list)  # norms of the buckets of the current step
+    reduced: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)  # squared norms (local, reduced), one pair a step
+
+    @classmethod
+    def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
+        """Attach to a trainer between two of its steps; DDP keeps it."""
+        assert not isinstance(trainer.parallel, Sharded), "shares are reduced in another way"
+        spy = cls(trainer.ranks)
+        add_listener(trainer.parallel, spy)
+        return spy
+
+    def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
+        """See one bucket (`optim.ddp_hook.Listener`)."""
+        if not self.watching:
+            return None
+        gradient = bucket.buffer()
+        self.local.append(_squared_bucket_norm(gradient))
+        return lambda: self.reduced.append(_squared_bucket_norm(gradient))
+
+    def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
+        """Pass the steps on, and keep the norms of each."""
+        self.watching = True
+        scale = float(scaler.get_scale())  # of the step to come: the scaler may change it after each
+        for step in steps:
+            self._close(scale)
+            scale = float(scaler.get_scale())
+            yield step
+        self.watching = False
+
+    def _close(self, scale: float) -> None:
+        norms = [torch.stack(norms).square().sum() / scale**2 for norms in (self.local, self.reduced)]
+        self.steps.append(torch.stack(norms))
+        self.local, self.reduced = [], []
+
+    def pairs(self) -> list[Pair]:
+        """Return what was seen, the local norms as means over all ranks, which all take part."""
+        norms = torch.stack(self.steps).double().cpu()
+        small = self.ranks.sum(norms[:, 0].tolist())
+        return [(total / self.ranks.world, big) for total, big in zip(small, norms[:, 1].tolist(), strict=True)]
+
+
+def _squared_bucket_norm(gradient: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
+
+
+def half_batch_norms(trainer: Trainer) -> Pair:
+    """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean.
+
+    Of a model in shares they are those of the halves of all ranks' micro-batches together; every rank takes part.
+    """
+    assert trainer.last_batch is not None
+    samples, half = trainer.micro_batch, trainer.micro_batch // 2
+    has_user_collate = trainer.datasets.collate is not None
+    first_half, second = (
+        compute_gradient(
+            trainer, slice_batch(trainer.last_batch, samples=samples, start=at, stop=at + half, own=has_user_collate)
+        )
+        for at in (0, half)
+    )
+    squares = [squared_norm(trainer, gradients) for gradients in (first_half, second)]
+    for parameter, gradient in second.items():
+        first_half[parameter] = first_half[parameter].add_(gradient) if parameter in first_half else gradient
+    return sum(squares) / 2, squared_norm(trainer, first_half) / 4
+
+
+def half_batch_bytes(trainer: Trainer) -> int:
+    """Return the bytes of a GPU that `halves` takes beside the training: two gradients of float32."""
+    return sum(8 * parameter.numel() for parameter in trainer.parallel.parameters() if parameter.requires_grad)
+
+
+# --- Breakdown of a step
+
+_MEMORY_MARGIN = 1.2
+"""Times as much room as a look takes that there has to be."""
+MIN_BATCHES_LOADED = 4
+"""The fewest batches by which a data loader is timed."""
+
+
+def measure_breakdown(
+    trainer: Trainer, stream: Generator[Step, None, None], *, steps: int, norms: int, room: int | None
+) -> dict[str, Any]:
+    """Return what is found in steps of their own, by the names that it has in a result; the trainer has done its work.
+
+    Args:
+        trainer: of the probe.
+        stream: its steps.
+        steps: of each look at a time.
+        norms: the most steps whose gradient norms are taken.
+        room: bytes of a GPU that the probe has left free; None where nothing bounds them.
+    """
+    with zero_learning_rate(trainer):
+        breakdown: dict[str, Any] = {
+            "cached_time": _cached_batch_time(trainer, steps),
+            "sync_time": _synchronisation_time(trainer, stream, steps),
+        }
+    breakdown["gradients"] = _gradient_stats(trainer, stream, norms=norms, room=room)
+    breakdown["compute_time"], breakdown["ranks"] = _local_step_time(trainer, stream, steps, room=room)
+    stream.close()  # with its workers
+    breakdown["loader_time"], breakdown["tokens"] = loader_time(trainer)
+    return breakdown
+
+
+@contextmanager
+def zero_learning_rate(trainer: Trainer) -> Iterator[None]:
+    """Take steps at a learning rate of 0, which take what others do.
+
+    Gradient norms belong to the start of training. A window of seconds may hold epochs of a small dataset.
+    """
+    factor, trainer.lr_factor = trainer.lr_factor, lambda _: 0.0
+    yield
+    trainer.lr_factor = factor
+
+
+def step_seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
+    return [trainer.clock.seconds(step.start, step.end) for step in steps]
+
+
+def _cached_batch_time(trainer: Trainer, count: int) -> float:
+    """Return the median seconds of a step on data that is on the device already.
+
+    One batch again and again, and none beside those that training holds: a probe near the limit of memory is not ended.
+    """
+    steps = itertools.islice(worker_train_loop.cached_steps(trainer), count)
+    return trainer.ranks.max(statistics.median(step_seconds(trainer, list(steps))))
+
+
+def loader_time(trainer: Trainer) -> tuple[float, Tokens | None]:
+    """Return the seconds in which the data loader makes the data of a step, all ranks at once, while nothing else is done.
+
+    And what tokens a sample of it has, where it is text.
+
+    From the first batch on two rounds of all workers: their start is not counted, nor is a batch that was ready before.
+    """
+    batches = max(MIN_BATCHES_LOADED, PREFETCH_FACTOR * trainer.workers)
+    stream = worker_train_loop.load_micro_batches(
+        trainer, trainer.position.epoch + 2 + batches
+    )  # of a batch an epoch at least
+    next(stream)
+    trainer.ranks.broadcast(0)
+    began, taken, counter = time.perf_counter(), 0, TokenCounter()
+    for batch in itertools.islice(stream, batches):
+        counter.add(batch)
+        taken += 1
+        if time.perf_counter() - began > trainer.spec.search.max_seconds:
+            break
+    seconds = trainer.ranks.max((time.perf_counter() - began) / taken * trainer.parts)
+    tokens = counter.means_per_sample()
+    return seconds, tokens and Tokens(length=tokens[0], real=tokens[1])
+
+
+def _gradient_stats(trainer: Trainer, stream: Iterator[Step], *, norms: int, room: int | None) -> GradientStats:
+    """Return the gradient norms of some more steps; where no probe of the search has two ranks, those of half batches.
+
+    These are of no steps where a GPU has not the room for them: what trains is no out-of-memory.
+    From here on DDP has a communication hook, with which a step is not a training's any more.
+    """
+    pairs: list[Pair] = []
+    half = trainer.micro_batch // 2
+    if isinstance(trainer.parallel, Sharded):
+        if trainer.micro_batch < 4:
+            return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
+        _run_steps(trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(half_batch_norms(trainer)))
+        samples = half * trainer.ranks.world
+        return summarise(pairs, local_batch=samples, batch=2 * samples)
+    if _max_search_ranks(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
+        recorder = GradientNormRecorder.attach(trainer)
+        for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
+            pass
+        return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+    if room is not None and room < _MEMORY_MARGIN * half_batch_bytes(trainer):
+        return summarise([], local_batch=half, batch=2 * half)
+    _run_steps(trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(half_batch_norms(trainer)))
+    return summarise(pairs, local_batch=half, batch=2 * half)
+
+
+def _max_search_ranks(trainer: Trainer) -> int:
+    """Return the ranks of the largest probe of the search."""
+    return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
+
+
+def _synchronisation_time(trainer: Trainer, stream: Iterator[Step], count: int) -> float | None:
+    """Return the exposed synchronisation in seconds; None of shares, which are gathered all along the passes."""
+    if isinstance(trainer.parallel, Sharded):
+        return None
+    with SynchronisationTimer(trainer.clock, trainer.parallel) as spy:
+        _run_steps(trainer, stream, count, spy.reduced)
+    return trainer.ranks.max(spy.median())
+
+
+def _local_step_time(
+    trainer: Trainer, stream: Iterator[Step], count: int, *, room: int | None
+) -> tuple[float | None, tuple[RankPace, ...]]:
+    """Return the seconds of a step without synchronisation, the slowest rank's and each one's; None of shares that do not
+    fit a GPU together.
+
+    Args:
+        trainer: of the probe.
+        stream: its steps.
+        count: how many of them.
+        room: bytes of a GPU that the probe has left free; None where nothing bounds them.
+    """
+    trainer.synchronise = False
+    independent: AbstractContextManager[None] = nullcontext()
+    if isinstance(trainer.parallel, Sharded):
+        if not trainer.parallel.can_run_without_communication or (
+            room is not None and room < _MEMORY_MARGIN * trainer.parallel.gathered_bytes
+        ):
+            return None, ()
+        independent = trainer.parallel.without_communication()
+    with independent:
+        steps = _run_steps(trainer, stream, count, None)  # last: the replicas drift apart
+    own = RankPace(
+        host=platform.node(),
+        compute=statistics.median(step_seconds(trainer, steps)),
+        wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in steps),
+    )
+    paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(own.model_dump_json())))
+    return max(pace.compute for pace in paces), paces if len(paces) > 1 else ()
+
+
+def _run_steps(
+    trainer: Trainer, stream: Iterator[Step], count: int, on_gradient: Callable[[], None] | None
+) -> list[Step]:
+    """Run some steps, looking at each finished gradient."""
+    trainer.after_backward = on_gradient
+    steps = list(itertools.islice(stream, count))
+    trainer.after_backward = None
+    return steps
+
+
+# --- The probe
 
 EVAL_BATCHES = 8
 REFRESHES = 3
@@ -107,7 +491,7 @@ def _build_trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_b
     trainer = worker_train_loop.build_trainer(
         task, ranks, datasets, batch=local_batch * ranks.world, workers=task.spec.train.workers, refresh=False
     )
-    initial_weights.load_weights(task.spec.model, trainer.parallel.module, first=ranks.is_first)
+    finetune.load_weights(task.spec.model, trainer.parallel.module, first=ranks.is_first)
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
     trainer.until = trainer.method.probe_epochs()
@@ -128,7 +512,7 @@ def measure_probe(
     stream = endless_steps(trainer)
     warmup_times = _warm_up(trainer, stream)
     if why := DivergenceDetector(trainer).describe_divergence(weights=True):
-        raise Diverged(why, outcome.advice("diverged"))
+        raise Diverged(why, failures.advice("diverged"))
     if overheads.longest is not None:
         _largest_step(trainer, overheads.longest)
     meter.restart_after_warmup()

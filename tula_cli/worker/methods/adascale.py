@@ -10,7 +10,7 @@ from tula_cli.optim.adascale_sgd import AdaScale
 from tula_cli.optim.gradient_stats import squared_norm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Loop, Plain
-from tula_cli.worker.parallel.wrapping import Parallel
+from tula_cli.worker.parallel.sharding import Parallel
 
 
 class WithAdaScale(Plain):

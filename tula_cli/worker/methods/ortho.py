@@ -9,7 +9,7 @@ from tula_cli.errors import SpecError
 from tula_cli.optim.orthogonal import Ortho
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
-from tula_cli.worker.parallel.wrapping import Parallel
+from tula_cli.worker.parallel.sharding import Parallel
 
 
 class WithOrtho(Plain):

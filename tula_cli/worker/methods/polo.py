@@ -2,7 +2,7 @@
 
 from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
 from tula_cli.worker.methods.plain import Loop, Plain
-from tula_cli.worker.parallel.sharded import Sharded
+from tula_cli.worker.parallel.sharding import Sharded
 
 
 class PostLocal(Plain):

@@ -13,7 +13,7 @@ from tula_cli.optim.orthogonal import REFUSED, refusal
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.ortho import WithOrtho
 from tula_cli.worker.methods.plain import Configuration, Memory
-from tula_cli.worker.parallel.wrapping import Parallel
+from tula_cli.worker.parallel.sharding import Parallel
 
 
 class WithRamp(WithOrtho):

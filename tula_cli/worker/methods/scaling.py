@@ -13,9 +13,9 @@ from tula_cli.optim import TulaOptimizer, configured
 from tula_cli.optim.ags import Configured, draw_counts, embeddings
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.finetune.patterns import parameters_matching
+from tula_cli.worker.build.finetune import parameters_matching
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
-from tula_cli.worker.parallel.wrapping import Parallel
+from tula_cli.worker.parallel.sharding import Parallel
 
 
 def ags_arguments(ags: Ags, **changed: Any) -> Configured:

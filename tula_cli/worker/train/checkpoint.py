@@ -18,11 +18,11 @@ from tula_cli.errors import DiskFull, TulaError
 from tula_cli.models.loss_level import LossLevel
 from tula_cli.run.damage import is_complete_archive
 from tula_cli.run.directory import RunDir
+from tula_cli.run.file_changes import wait_until_listed
 from tula_cli.run.files import remove_path, write_atomic
-from tula_cli.run.notices.fresh import wait_until_listed
-from tula_cli.worker.build.sampling import Position
-from tula_cli.worker.parallel import saved_shares
-from tula_cli.worker.parallel.sharded import Sharded
+from tula_cli.worker.build.data import Position
+from tula_cli.worker.parallel import sharded_checkpoint
+from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
 
@@ -151,7 +151,7 @@ def write_sharded(path: Path, trainer: Trainer, *, best: dict[str, float], owed:
     """
     ags = {} if trainer.ags is None else {"ags": trainer.ags.ags_state_dict()}
     content = _training_state(trainer, best=best, owed=owed, ended=ended) | ags
-    saved_shares.save_sharded(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
+    sharded_checkpoint.save_sharded(path, trainer.parallel.module, trainer.base, content, trainer.ranks)
 
 
 def _remove_outdated(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: Collection[int]) -> None:
@@ -216,7 +216,11 @@ def load_for_all(
     there = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.is_first else []
     folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(there))[0])]
     for folder in folders:
-        rest = _read_checkpoint(folder / saved_shares.REST_FILE) if saved_shares.is_complete(folder, ranks) else None
+        rest = (
+            _read_checkpoint(folder / sharded_checkpoint.REST_FILE)
+            if sharded_checkpoint.is_complete(folder, ranks)
+            else None
+        )
         if rest is not None:
             return {**rest, "folder": folder}
         if ranks.is_first:
@@ -284,7 +288,7 @@ def restore_checkpoint(trainer: Trainer, content: dict[str, Any]) -> dict[str, f
 
 
 def _load_sharded(trainer: Trainer, content: dict[str, Any]) -> None:
-    saved_shares.load_sharded(content["folder"], trainer.parallel.module, trainer.base)
+    sharded_checkpoint.load_sharded(content["folder"], trainer.parallel.module, trainer.base)
     if trainer.ags is not None and "ags" in content:
         trainer.ags.load_ags_state_dict(content["ags"])
 

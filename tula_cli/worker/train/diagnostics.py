@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tula_cli.optim import TulaOptimizer, sharding
 from tula_cli.optim.gradient_stats import squared_norm
-from tula_cli.run.series.step_series import StepRow, round_value
-from tula_cli.worker.parallel.sharded import Sharded
+from tula_cli.run.step_series import StepRow, round_value
+from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.train.loop import Step, Trainer
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}

@@ -15,7 +15,7 @@ from tula_cli.models.loss_level import max_spike_steps
 from tula_cli.optim.sharding import local_shard
 from tula_cli.spec.job import lr_scale
 from tula_cli.words import number
-from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.build.data import Position
 from tula_cli.worker.train.loop import Step, Trainer
 
 MIN_LOSS_SCALE = 1e-4

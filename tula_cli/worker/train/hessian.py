@@ -22,10 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import SpecError
-from tula_cli.worker.build.batches.calling import ModelCall
+from tula_cli.worker.build.batches import ModelCall
 from tula_cli.worker.build.compiled import without_compilation
-from tula_cli.worker.build.sampling import build_fixed_loader, permutation
-from tula_cli.worker.build.streams import StreamedDataset
+from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, permutation
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.loop import Trainer

@@ -20,24 +20,20 @@ from tula_cli.run.records.tasks import LoopTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
-from tula_cli.worker.build.batches.sizes import BatchSizes
-from tula_cli.worker.build.batches.tree import slice_batch
+from tula_cli.worker.build.batches import BatchSizes, LossFunction, ModelCall, slice_batch
 from tula_cli.worker.build.compiled import compile_model, without_compilation
-from tula_cli.worker.build.finetune.groups import parameter_groups
-from tula_cli.worker.build.ghost import apply_ghost_batch_norm
+from tula_cli.worker.build.data import Datasets, MicroBatchSampler, Position, build_train_loader
+from tula_cli.worker.build.finetune import parameter_groups
+from tula_cli.worker.build.norms import apply_ghost_batch_norm
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
-from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.sampling import MicroBatchSampler, Position, build_train_loader
 from tula_cli.worker.device import Clock, Mark, bring, should_use_channels_last, to_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import method_of
-from tula_cli.worker.parallel.sharded import Sharded
-from tula_cli.worker.parallel.wrapping import Parallel, wrap_model
+from tula_cli.worker.parallel.sharding import Parallel, Sharded, wrap_model
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
+from tula_cli.worker.train.batch_partition import batch_sizes_of
 from tula_cli.worker.train.learning_rate import learning_rate
-from tula_cli.worker.train.sizes.dividing import batch_sizes_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -7,32 +7,31 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from tula_cli.errors import Diverged
-from tula_cli.host import outcome
+from tula_cli.host import failures
 from tula_cli.models import halving
-from tula_cli.models.choice import goals
+from tula_cli.models.choice import early_stopping
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import lr_scale
-from tula_cli.spec.parts.of_train import HESSIAN_SAMPLES
-from tula_cli.worker.build.finetune import initial_weights
-from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.sampling import Position
+from tula_cli.spec.sections import HESSIAN_SAMPLES
+from tula_cli.worker.build import finetune
+from tula_cli.worker.build.data import Datasets, Position
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation, hessian
 from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.batch_partition import possible_splits
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
+from tula_cli.worker.train.hang_watch import HangWatch
 from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import MetricsFile, mean_step_time
-from tula_cli.worker.train.sizes.dividing import possible_splits
+from tula_cli.worker.train.stage_control import StageControl
+from tula_cli.worker.train.step_watch import StepWatch
 from tula_cli.worker.train.training_log import TrainingLog
-from tula_cli.worker.train.watching.hang_watch import HangWatch
-from tula_cli.worker.train.watching.stage_control import StageControl
-from tula_cli.worker.train.watching.step_watch import StepWatch
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Training:
             self.best, self.owed = checkpoint.restore_checkpoint(self.trainer, content), bool(content.get("owed"))
             self.ended = content.get("ended", "")  # what is left is the result
             return
-        self.unfit = initial_weights.load_weights(self.task.spec.model, self.trainer.parallel.module, first=self.first)
+        self.unfit = finetune.load_weights(self.task.spec.model, self.trainer.parallel.module, first=self.first)
 
     def train(self) -> None:
         """Train to the end.
@@ -248,7 +247,7 @@ class Training:
             self.log.add("diverged", message=found, sound=losses.sound, lr_factor=losses.lr_factor or factor)
             checkpoint.discard_after(self.run, self.task.signature, losses.sound)
         self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
-        return Diverged(found, outcome.advice("diverged"))
+        return Diverged(found, failures.advice("diverged"))
 
     def _after_evaluation(self, loss: float) -> None:
         """Called when an epoch is evaluated, on every rank, with the mean loss of its last step; may raise."""
@@ -325,7 +324,9 @@ class Training:
         self.context.energy.save()
         epoch = self.trainer.position.epoch
         # Rank 0 alone knows the best epoch.
-        if is_best := self.first and goals.better(result.values, self.best, self.task.spec.train.best_checkpoint):
+        if is_best := self.first and early_stopping.better(
+            result.values, self.best, self.task.spec.train.best_checkpoint
+        ):
             self._remember_best(result)
         self._decide_to_stop(result)
         if self.first:
@@ -345,12 +346,12 @@ class Training:
             return
         why = ""
         if self.first and epoch < train.epochs:
-            why = goals.reached(result.values, self.best, train, epoch=epoch)
+            why = early_stopping.reached(result.values, self.best, train, epoch=epoch)
         self.ended = self.trainer.ranks.gather(why)[0]
 
     def _remember_best(self, result: Evaluation) -> None:
         """Keep an evaluation as the best so far."""
-        self.best = goals.remembered(
+        self.best = early_stopping.remembered(
             result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
         )
 

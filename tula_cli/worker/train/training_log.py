@@ -10,9 +10,7 @@ from typing import Any
 
 from tula_cli.models.out_of_memory import MIN_NORMALISED
 from tula_cli.models.ramp.by_noise import describe_decision
-from tula_cli.models.time.changes.drift import StepTimeDrift
-from tula_cli.models.time.changes.levels import Level
-from tula_cli.models.time.changes.step_change import describe_level_change, describe_step_change
+from tula_cli.models.time.changes import Level, StepTimeDrift, describe_level_change, describe_step_change
 from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.optim import advice
 from tula_cli.run.records.recommendations import Prediction, StageSteps
@@ -21,9 +19,9 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import duration, number, pause, plural, progress, stamped
 from tula_cli.worker import environment
-from tula_cli.worker.build.batches.tokens import TokenCounter
+from tula_cli.worker.build.batches import TokenCounter
+from tula_cli.worker.build.data import StreamedDataset
 from tula_cli.worker.build.norms import count_statistics_batches
-from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer

@@ -4,8 +4,7 @@ import pytest
 from accounting_recorded import Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.accounting.balance import account_balance
-from tula_cli.cluster.slurm.accounting.site_bill import user_name
+from tula_cli.cluster.slurm.billing import account_balance, user_name
 from tula_cli.spec.slurm_options import Slurm as Slurm_
 
 SPEC = spec(cluster={"kind": "slurm", "slurm": {"account": "proj", "qos": "dear"}}, pricing={"kind": "billing"})

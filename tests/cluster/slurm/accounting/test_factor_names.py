@@ -2,7 +2,7 @@
 
 import make_runs
 
-from tula_cli.cluster.slurm.accounting.factor_names import warn_unknown_factors
+from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.command import CommandResult
 
 FACTORS = {"qos_factors": {"DEAR": 3, "premum": 2}, "partition_factors": {"gpu": 2, "GPU": 2, "x": 0.5}}

@@ -4,8 +4,8 @@ import pytest
 from accounting_recorded import CONFIG, NODE, NODE_24_11, PARTITION_24_11, Slurm
 from make_runs import spec
 
-from tula_cli.cluster.slurm.accounting.allocations import parse_record
-from tula_cli.cluster.slurm.accounting.site_bill import FOLDER, KEPT_SECONDS, site_bill, user_name
+from tula_cli.cluster.slurm.allocations import parse_record
+from tula_cli.cluster.slurm.billing import FOLDER, KEPT_SECONDS, site_bill, user_name
 from tula_cli.errors import SpecError
 from tula_cli.models.cost import cost, describe_price, hourly_charge, max_price
 

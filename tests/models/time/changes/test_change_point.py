@@ -7,7 +7,7 @@ import pytest
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from tula_cli.models.time.changes.change_point import MAX_VALUES, MIN_VALUES, ChangePointTest, split_statistics
+from tula_cli.models.time.changes import MAX_VALUES, MIN_VALUES, ChangePointTest, split_statistics
 
 Series = NDArray[np.float64]
 

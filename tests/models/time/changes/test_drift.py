@@ -1,6 +1,6 @@
 from worker_jobs import prediction
 
-from tula_cli.models.time.changes.drift import StepTimeDrift
+from tula_cli.models.time.changes import StepTimeDrift
 
 
 def said(times: list[float | None]) -> list[str]:

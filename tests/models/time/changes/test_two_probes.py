@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from tula_cli.models.time.changes.two_probes import ERRORS_APART, MIN_DIFFERENCE, compare_step_times
+from tula_cli.models.time.changes import ERRORS_APART, MIN_DIFFERENCE, compare_step_times
 
 
 def times(middle: float, jitter: float, seed: int, steps: int = 30) -> list[float]:

@@ -16,8 +16,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GpuState
 from tula_cli.run.records.results import Reached
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
-from tula_cli.services.comparison.between_runs.difference import RunDifference, compare_runs
-from tula_cli.show.outputs.diff import run_difference
+from tula_cli.services.diff import RunDifference, compare_runs
+from tula_cli.show.diff import run_difference
 from tula_cli.show.screen import plain
 from tula_cli.spec.job import JobSpec
 

@@ -6,11 +6,11 @@ from worker_jobs import final_weights, rows, same, spec, train_task, trainer, we
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import gradient_noise
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.watching import gradient_noise
 
 
 def test_it_is_that_of_explicit_gradients(alone: Ranks) -> None:

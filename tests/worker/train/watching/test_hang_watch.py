@@ -11,8 +11,8 @@ import pytest
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.worker.train.watching import hang_watch
-from tula_cli.worker.train.watching.hang_watch import HangWatch, is_waiting_for_peers
+from tula_cli.worker.train import hang_watch
+from tula_cli.worker.train.hang_watch import HangWatch, is_waiting_for_peers
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,11 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import StageDecision
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.preemption import PreemptionHandler
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.watching import gradient_noise
+from tula_cli.worker.train import gradient_noise
 
 
 def train(run: RunDir, ranks: Ranks, task: TrainTask, preemption: PreemptionHandler | None = None) -> None:

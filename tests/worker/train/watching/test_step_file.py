@@ -9,15 +9,15 @@ from worker_jobs import Interrupted, LeavesAt, rows, spec, train_task, trainer
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
-from tula_cli.run.series.step_series import StepRow
+from tula_cli.run.step_series import StepRow
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train import metrics
 from tula_cli.worker.train.diagnostics import Diagnostics
-from tula_cli.worker.train.watching.step_file import StepFile
+from tula_cli.worker.train.metrics import StepFile
 
 STEPS, BATCH = 6, 16
 EPOCH = STEPS * BATCH

@@ -8,16 +8,16 @@ import pytest
 import torch
 from worker_jobs import rows, spec, train_task
 
-from tula_cli.models.time.changes.step_change import describe_step_change
+from tula_cli.models.time.changes import describe_step_change
 from tula_cli.run.directory import RunDir
-from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.device import Clock
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.preemption import PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop
 from tula_cli.worker.train.loop import Step
-from tula_cli.worker.train.watching.step_watch import StepWatch
+from tula_cli.worker.train.step_watch import StepWatch
 
 DATA, WORK = 0.001, 0.05  # seconds of a step
 HOG = range(60, 130)  # steps that a CPU hog makes slower

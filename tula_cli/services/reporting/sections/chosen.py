@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from tula_cli.run.records.recommendations import Caveats, Prediction, Recommendation
 from tula_cli.services.reporting.document import Cell, Column, Fact, Section, Table
-from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.units import (
+from tula_cli.services.reporting.figures import (
     as_sentence,
     bytes_unit,
     convert,
@@ -15,6 +14,7 @@ from tula_cli.services.reporting.units import (
     hours_unit,
     is_priced,
 )
+from tula_cli.services.reporting.material import Material
 from tula_cli.words import configuration, duration, interval_of_hours, number, time_unit
 
 KEY, TITLE = "choice", "What was chosen"

@@ -6,8 +6,8 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime
+from tula_cli.models.time.formulas import PRIORS, SHARDED
 from tula_cli.models.time.noise import trimmed_mean
-from tula_cli.models.time.priors import PRIORS, SHARDED
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.services.recommendation.validation import Validation
 from tula_cli.services.reporting.document import Column, Figure, Section, Series, Table

@@ -3,11 +3,18 @@
 from collections.abc import Iterator, Mapping
 
 from tula_cli.services.reporting.document import Fact, Figure, Section
-from tula_cli.services.reporting.gradient_figures import GradientCurve, factor_density, gradient_figures
+from tula_cli.services.reporting.figures import (
+    GradientCurve,
+    Row,
+    TrainingMaterial,
+    factor_density,
+    gradient_figures,
+    newest_trainings,
+    step_figures,
+    value_of,
+)
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.sections.training_outcome import TRAIN
-from tula_cli.services.reporting.step_figures import step_figures
-from tula_cli.services.reporting.training_look import Row, TrainingMaterial, newest_trainings, value_of
 from tula_cli.words import number, percent
 
 KEY, TITLE = "gradients", "Gradients and their scaling"

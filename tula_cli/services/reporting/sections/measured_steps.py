@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from tula_cli.models.time.noise import Z90, standard_error, trimmed_mean
 from tula_cli.run.records.probes import Measured
 from tula_cli.services.reporting.document import Column, Figure, Section, Series, Table
+from tula_cli.services.reporting.figures import bytes_unit
 from tula_cli.services.reporting.material import Material, PartMaterial
-from tula_cli.services.reporting.units import bytes_unit
 from tula_cli.words import first_line, plural
 
 MEASURED, WHERE = ("measured", "What was measured"), ("step_parts", "Where a step's time goes")

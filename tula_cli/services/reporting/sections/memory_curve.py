@@ -6,9 +6,9 @@ from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.run.records.probes import Measured
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.services.reporting.document import Column, Figure, Mark, Section, Series, Table
+from tula_cli.services.reporting.figures import bytes_unit
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.units import bytes_unit
-from tula_cli.spec.parts.of_search import MEMORY_MARGIN
+from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import number, plural
 
 KEY, TITLE = "memory", "Memory"

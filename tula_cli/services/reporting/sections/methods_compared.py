@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tula_cli.services.comparison import accuracy
-from tula_cli.services.reporting import compared
+from tula_cli.services.reporting import comparison_document
 from tula_cli.services.reporting.document import Section
 from tula_cli.services.reporting.material import Material
 
@@ -24,7 +24,7 @@ def comparison_sections(material: Material) -> Iterator[Section]:
         report = accuracy.build_compare_report(
             part_material.part.run, comparison, part_material.part.spec, jobs=part_material.now.jobs
         )
-        for section in compared.comparison_sections(
+        for section in comparison_document.comparison_sections(
             report, accuracy.training_curves(part_material.part.run, comparison)
         ):
             name = f": {part_material.name}" if part_material.name else ""

@@ -9,9 +9,15 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.run.records.recommendations import Caveats, Prediction, SameProgress
 from tula_cli.services.recommendation.measured import gradient_noise_of_job
 from tula_cli.services.reporting.document import Cell, Column, Fact, Figure, Mark, Section, Series, Table
+from tula_cli.services.reporting.figures import (
+    as_sentence,
+    chosen_mark,
+    describe_notes,
+    explain_notes,
+    hours_unit,
+    value_of,
+)
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.training_look import value_of
-from tula_cli.services.reporting.units import as_sentence, chosen_mark, describe_notes, explain_notes, hours_unit
 from tula_cli.words import is_too_wide, number
 
 KEY, TITLE = "same_progress", "Gradient noise and the same progress"

@@ -7,9 +7,16 @@ from typing import Literal
 from tula_cli.models.choice.grid import Config
 from tula_cli.run.records.recommendations import HIGHEST_EFFICIENCY, Prediction
 from tula_cli.services.reporting.document import Column, Figure, Mark, Section, Series, Table
+from tula_cli.services.reporting.figures import (
+    chosen_mark,
+    convert,
+    describe_notes,
+    explain_notes,
+    hours_unit,
+    is_priced,
+)
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.sections.chosen import describe_basis
-from tula_cli.services.reporting.units import chosen_mark, convert, describe_notes, explain_notes, hours_unit, is_priced
 from tula_cli.words import is_too_wide, plural
 
 KEY, TITLE = "scaling", "Scaling"

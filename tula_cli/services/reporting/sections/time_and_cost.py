@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from tula_cli.models.choice.objective import envelope
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.reporting.document import Figure, Mark, Section, Series
+from tula_cli.services.reporting.figures import MAX_CURVES, chosen_mark, convert, describe_nodes, hours_unit, scale_of
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.units import MAX_CURVES, chosen_mark, convert, describe_nodes, hours_unit, scale_of
 from tula_cli.words import time_unit
 
 KEY, TITLE = "time_and_cost", "Time and cost against the batch"

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from tula_cli.run.records.results import Evaluated, Summary
 from tula_cli.services.reporting.document import Cell, Column, Fact, Figure, Mark, Section, Series, Table
+from tula_cli.services.reporting.figures import Row, TrainingMaterial, newest_trainings, thin_out, value_of
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.training_look import Row, TrainingMaterial, newest_trainings, value_of
-from tula_cli.services.reporting.units import thin_out
 from tula_cli.words import duration, first_line, moment, number, percent, plural, time_unit
 
 KEY, TITLE = "training", "The training"

@@ -1,1 +1,0 @@
-"""Commands that put what is known into another form."""

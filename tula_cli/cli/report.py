@@ -1,0 +1,132 @@
+"""`tula report`."""
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tula_cli import words
+from tula_cli.cli.options import RUNS, Html, MaybeRun, Root, RunArgument, check_page
+from tula_cli.cli.runs import find_run
+from tula_cli.cli.waiting import warn_all
+from tula_cli.errors import SpecError
+from tula_cli.show import report as show_report
+from tula_cli.show.screen import Screen
+
+if TYPE_CHECKING:
+    from tula_cli.services.reporting.document import Document
+
+Markdown = Annotated[bool, typer.Option("--markdown", help="The report as Markdown, on stdout.")]
+Latex = Annotated[bool, typer.Option("--latex", help="The report as LaTeX, on stdout: class article, no packages.")]
+Csv = Annotated[
+    Path | None,
+    typer.Option(
+        "--csv",
+        metavar="DIR_OR_FILE",
+        readable=False,
+        help="Write each table, and the data of each figure, as CSV: a file each into a folder, all into one file (.csv), or - for stdout.",
+    ),
+]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="DIR", readable=False, help="Write each figure as SVG.")]
+
+
+def report(
+    screen: Screen,
+    target: RunArgument = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    html: Html = None,
+    svg: Svg = None,
+    csv: Csv = None,
+    markdown: Markdown = False,
+    latex: Latex = False,
+) -> None:
+    """Tell all that a run has found: what was asked and answered, measured, predicted, trained.
+
+    Without an option that names a form, what there is and what is missing. Files may be written in the same call.
+    """
+    import time
+
+    from tula_cli.cluster import launcher
+    from tula_cli.services.reporting import run_report as service
+    from tula_cli.services.reporting.material import gather_material
+
+    if target is not None and named is not None:
+        raise SpecError(f"both {target} and --run {named} given", "name one of them")
+    to_stdout = _forms(csv, markdown=markdown, latex=latex)
+    _check_places(html, svg, csv)
+    run = find_run(screen, target or named, root)
+    looks = functools.partial(launcher.launcher_for, submits=False)
+    seen = gather_material(run, run.spec(), looks, now=time.time())
+    for one in seen.parts:
+        warn_all(screen, one.now.warnings)
+    document = service.build_document(seen)
+    text = _text(document, to_stdout)
+    written = _write(document, html, svg, csv)
+    if text is None:
+        screen.answer({"report": document, "written": written}, show_report.overview(document, written=written))
+        return
+    if screen.as_json:
+        screen.answer({"report": document, "text": text, "written": written}, ())
+        return
+    screen.line(text.rstrip("\n"), None)
+    for path in written:
+        screen.note(f"wrote {path}")
+
+
+def _forms(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
+    """Return the form that goes to stdout; None for none.
+
+    Raises:
+        SpecError: there are several.
+    """
+    asked = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
+    forms = [name for name, wanted in asked.items() if wanted]
+    if len(forms) > 1:
+        raise SpecError(f"{' and '.join(forms)}: both go to stdout", "ask for one of them a call")
+    return forms[0] if forms else None
+
+
+def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None:
+    """Refuse files that cannot be written, before anything is read for them."""
+    check_page(html, "report.html")
+    for option, path in (("--svg", svg), ("--csv", csv)):
+        if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
+            raise SpecError(f"{option} {path}: there is no folder {path.absolute().parent}", "make it, or name another")
+    for option, path in (("--svg", svg), ("--csv", csv)):
+        if path is not None and path.is_file() and path.suffix != ".csv":
+            raise SpecError(f"{option} {path}: is a file, and not a folder", "name a folder, or for --csv a file .csv")
+
+
+def _text(document: "Document", form: str | None) -> str | None:
+    from tula_cli.services.reporting.forms import csv_files, latex, markdown
+
+    if form is None:
+        return None
+    return {"--markdown": markdown.markdown, "--latex": latex.latex, "--csv -": csv_files.together}[form](document)
+
+
+def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
+    """Write the files that are asked for; return their paths, or those of their folders."""
+    from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+    from tula_cli.services.reporting.forms import csv_files
+
+    found: dict[Path, str] = {}
+    if html is not None:
+        from tula_cli.show.html.page import page
+
+        found[html] = page(document)
+    if svg is not None:
+        from tula_cli.show.html.figures import figure_svg
+
+        drawn = {figure.key: figure for section in document.sections for figure in section.figures}
+        found |= {svg / f"{key}.svg": figure_svg(figure) for key, figure in drawn.items()}
+    if csv is not None and csv.suffix == ".csv":
+        found[csv] = csv_files.together(document)
+    elif csv is not None and csv != Path("-"):
+        found |= {csv / f"{name}.csv": text for name, text in csv_files.files(document).items()}
+    for path, text in found.items():
+        write_atomic(path, text, mode=MODE_FOR_ALL)
+    asked = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
+    return [words.near(path.absolute()) for path in asked]

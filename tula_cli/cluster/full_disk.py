@@ -1,0 +1,110 @@
+"""A chain whose disk is full is held: each job of it would fail at once, and all would be gone in half a minute."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.relaunch import relaunch_task
+from tula_cli.cluster.scheduler import Scheduler
+from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.errors import DiskFull, SchedulerError
+from tula_cli.host.failures import advice
+from tula_cli.run.directory import RunDir
+from tula_cli.run.disk_space import size_of
+from tula_cli.run.records.base import ModelStates
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.shortages import shortage, shortage_words, still_missing
+
+
+def hold_chain(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
+    """Hold the jobs of a chain that wait, where the disk is full; return the reason with what was done.
+
+    Args:
+        reason: why an attempt ended.
+        waiting: the jobs of its chain that come after this one.
+        scheduler: that they wait for.
+    """
+    if reason.outcome != "disk" or not waiting:
+        return reason
+    complaint = scheduler.hold(waiting)
+    ids = waiting[0] if len(waiting) == 1 else f"{waiting[0]} to {waiting[-1]}"
+    result = f"held: {ids}" if not complaint else f"{ids} could not be held: {complaint}"
+    return dataclasses.replace(reason, message=f"{reason.message}; {result}")
+
+
+def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
+    """See that what filled the disk fits now, after an attempt that ended of it.
+
+    Args:
+        run: the run.
+        last: the newest attempt of a training.
+
+    Raises:
+        DiskFull: it does not.
+    """
+    if last_attempt is None or last_attempt.outcome != "disk":
+        return
+    before = last_attempt.shortage or shortage(run.path)
+    if before.needed is None and Path(before.folder).resolve().is_relative_to(run.path.resolve()):
+        before = before.model_copy(update={"needed": _checkpoint_bytes(run, last_attempt)})
+    missing = still_missing(before)
+    if missing is not None:
+        raise DiskFull(
+            f"there is still no room: {shortage_words(missing)}",
+            advice("disk"),
+            folder=missing.folder,
+            quota=missing.quota,
+            needed=missing.needed,
+        )
+
+
+def resume_with_space(run: RunDir, task: TrainTask, last_attempt: Attempt) -> TrainTask:
+    """Go on after a full disk, in a job that was released.
+
+    Raises:
+        DiskFull: it is full still.
+    """
+    require_disk_space(run, last_attempt)
+    relaunch = relaunch_task(task, f"there is room again: {last_attempt.message}")
+    run.write_task(relaunch)
+    return relaunch
+
+
+def _checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:
+    """Return the bytes that a checkpoint of an attempt's training takes: as the largest there is, else as probes tell.
+
+    What filled the disk does not always tell how much it was about to write, and no other file of a run is as large.
+    """
+    task = run.task(last_attempt.task)
+    if not isinstance(task, TrainTask):
+        return None
+    training = run.training(task.signature)
+    of_script = training.script_progress()
+    saved = training.checkpoints() if of_script is None else [Path(of_script.checkpoint)]
+    sizes = [size_of(path) for path in saved]
+    if not any(sizes):
+        probes = [states.memory for states in run.read().results if isinstance(states, Measured)]
+        sizes = [states.parameters + states.optimizer for states in probes if isinstance(states, ModelStates)]
+    return max(sizes, default=0) or None
+
+
+def release_held_jobs(run: RunDir, task: TrainTask) -> None:
+    """Let the held jobs of a training's chain start again, where there is room for what filled the disk.
+
+    Raises:
+        DiskFull: there is none.
+        SchedulerError: the scheduler does not do it.
+    """
+    attempts, job = run.training(task.signature).attempts(), run.job(task.job)
+    if not attempts or attempts[-1].outcome != "disk":
+        return
+    require_disk_space(run, attempts[-1])
+    scheduler = scheduler_of(task.spec.cluster)
+    states = scheduler.ask(job.links) if job is not None else {}
+    held_now = [id_ for id_, state in states.items() if state.held]
+    if complaint := scheduler.release(held_now):
+        by_hand = scheduler.release_command
+        raise SchedulerError(f"{by_hand}: {complaint}", f"by hand: {by_hand} {','.join(held_now)}")

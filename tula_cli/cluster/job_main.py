@@ -1,0 +1,33 @@
+"""What a job starts, once a task: python -m tula_cli.cluster.job_main KIND RUN TASK [OPTIONS].
+
+On SLURM it is submitit that calls the supervisor.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tula_cli.cluster.schedulers import load_scheduler
+from tula_cli.cluster.supervise import supervise
+from tula_cli.errors import TulaError
+
+_OF_OTHERS = ("SLURM_", "SUBMITIT_")
+"""How variables begin by which another job, that tula itself was started in, would be taken for this one."""
+
+
+def main(kind: str, run: str, task: str, options: str = "{}") -> None:
+    """Supervise a task of a run, as this process' part of its job."""
+    try:
+        scheduler = load_scheduler(kind, json.loads(options))
+    except TulaError as error:
+        sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
+        raise SystemExit(error.exit_code) from error
+    environ = dict(os.environ)
+    if kind == "local":
+        environ = {name: value for name, value in environ.items() if not name.startswith(_OF_OTHERS)}
+    supervise(Path(run), task, environ=environ, scheduler=scheduler)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

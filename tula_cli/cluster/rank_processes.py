@@ -1,0 +1,425 @@
+"""The processes of the ranks that a supervisor starts: command and environment, fork server, and the group of them."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Union
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.node_log import RankOutput
+from tula_cli.cluster.slurm import sbatch
+from tula_cli.host import network
+from tula_cli.host.processes import adopt_orphans, become_child
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.tasks import CheckTask, Task
+
+# --- The fork server
+#
+# Importing torch takes seconds, more on a shared file system; a fork takes milliseconds, for every rank and for every
+# relaunch. The far end is `tula_cli.worker.preloaded`; between them go lines of JSON: what a rank is started with, and its
+# process id. A forked rank is this process's own child (orphans are adopted for that moment): its exit code and its
+# signals are told by the kernel, and it needs the server no longer.
+
+SOCKET_POLL = 0.2  # seconds
+PROGRAM = "import sys; del sys.path[0]; from tula_cli.worker.preloaded import main; main()"
+"""Without the folder it is started in: what lies there is the user's, and is for the ranks to import."""
+MAX_MESSAGE = 4096
+"""Bytes of its command line that a rank writes its own over, for ps and pgrep."""
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TULA_LEAVE_AT")
+"""Environment variables that differ between ranks or attempts; a library may have read any other at its import."""
+WORKER = ("-u", "-m", "tula_cli.worker")
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """What one rank is started with."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+    log: str  # absolute; empty where a rank goes on writing where the process that it is forked from does
+
+    @property
+    def is_forkable(self) -> bool:
+        """Whether it is the worker itself: a wrapper or torchrun has to be executed."""
+        return self.command[:4] == (sys.executable, *WORKER)
+
+    @property
+    def shared_environment(self) -> dict[str, str]:
+        """The environment that all ranks have in common."""
+        return {name: value for name, value in self.environment.items() if name not in RANK_VARIABLES}
+
+
+class ForkUnavailable(Exception):
+    """No rank can be forked; the words say why."""
+
+
+@dataclass
+class ForkedRank:
+    """A forked rank, with what is used of subprocess.Popen."""
+
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for its end; return the exit code."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+class ForkServer:
+    """A process that has imported what ranks need.
+
+    Args:
+        start: of a rank: the server gets its folder, and its environment less what is one rank's alone.
+        output: where the server writes; what libraries say while they are imported belongs into the ranks' log.
+        program: what it runs.
+    """
+
+    def __init__(self, start: RankCommand, output: IO[bytes], *, program: str = PROGRAM) -> None:
+        self.folder, self.environment = start.folder, start.shared_environment
+        self._socket, far = socket.socketpair()
+        # The driver is asked through NVML whether there is a GPU: CUDA itself does not survive a fork.
+        environment = {**self.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        with far:
+            self.process = subprocess.Popen(
+                [start.command[0], "-u", "-c", program, str(far.fileno()), " " * MAX_MESSAGE],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=start.folder,
+                start_new_session=True,
+                preexec_fn=become_child,
+                pass_fds=[far.fileno()],
+            )
+        self._socket.settimeout(SOCKET_POLL)
+        self._received = b""
+
+    def can_fork(self, start: RankCommand) -> bool:
+        """Return whether a rank forked from here is what it would be if it were executed."""
+        return (self.folder, self.environment) == (start.folder, start.shared_environment)
+
+    def fork(self, start: RankCommand, *, give_up: Callable[[], bool]) -> ForkedRank:
+        """Start a rank; the first one waits until everything is imported.
+
+        Args:
+            start: of the rank.
+            give_up: asked while waiting.
+
+        Raises:
+            ForkUnavailable: the import has failed, the server has died, or it was given up.
+        """
+        try:
+            with adopt_orphans():
+                self._send({**asdict(start), "parent": os.getpid()})
+                answer = self._read_answer(give_up)
+        except ConnectionError:
+            raise ForkUnavailable(self._end_of_server()) from None
+        except OSError as error:
+            raise ForkUnavailable(str(error)) from error
+        if "error" in answer:
+            raise ForkUnavailable(str(answer["error"]))
+        return ForkedRank(int(answer["pid"]))
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        self._socket.settimeout(None)  # a line may be longer than the buffer while the server still imports
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        self._socket.settimeout(SOCKET_POLL)
+
+    def _read_answer(self, give_up: Callable[[], bool]) -> dict[str, Any]:
+        while b"\n" not in self._received:
+            try:
+                received = self._socket.recv(4096)
+            except TimeoutError:
+                if give_up():
+                    raise ForkUnavailable("given up") from None
+                continue
+            if not received:
+                raise ForkUnavailable(self._end_of_server())
+            self._received += received
+        line, _, self._received = self._received.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end_of_server(self) -> str:
+        return f"the process that imports it ended with exit code {self.process.wait()}"
+
+    def close(self) -> None:
+        """End the server; ranks live on."""
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+# --- Command, environment and folder of each rank
+
+
+def world_size(task: Task) -> int:
+    return task.nodes * task.spec.cluster.gpus_per_node
+
+
+def first_rank(allocation: Allocation, task: Task) -> int:
+    """Return the lowest rank that a supervisor starts."""
+    return allocation.index * ranks_of(task)
+
+
+def ranks_of(task: Task) -> int:
+    """Return how many ranks a supervisor has that a scheduler starts: one, or those of its node."""
+    return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
+
+
+def has_tagged_lines(task: Task) -> bool:
+    """Return whether lines of a log begin with their rank, but those of its lowest: the worker's do, and those of supervisors that share one."""
+    return not runs_script(task) or shares_node_log(task)
+
+
+def shares_node_log(task: Task) -> bool:
+    """Return whether a scheduler starts a supervisor a rank, and those of a node write into one log."""
+    return task.spec.cluster.kind != "local" and not task.spec.task_per_node
+
+
+def rendezvous_address(task: Task) -> str:
+    """Return where torchrun's agents meet, or the ranks of a script; a port taken meanwhile is an exit reason of its own.
+
+    Raises:
+        JobFailed: there is no such network interface.
+    """
+    cluster = task.spec.cluster
+    if not (_uses_torchrun(task) or runs_script(task)):
+        return ""
+    interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
+    return f"{network.own_address(interface)}:{network.free_port()}"
+
+
+def runs_script(task: Task) -> bool:
+    """Return whether a task starts a script of the user's own. A check looks at nodes, whatever is to run there."""
+    return task.spec.script is not None and not isinstance(task, CheckTask)
+
+
+def _uses_torchrun(task: Task) -> bool:
+    """Return whether torchrun starts the ranks of a node; else supervisors start them themselves."""
+    cluster = task.spec.cluster
+    return cluster.kind == "slurm" and cluster.slurm is not None and cluster.slurm.launcher == "torchrun"
+
+
+def visible_gpus(starts: Sequence[RankCommand]) -> list[str]:
+    """Return the GPUs of these ranks as CUDA_VISIBLE_DEVICES names them; empty for all that are to be seen."""
+    environment = starts[0].environment
+    names = environment.get("CUDA_VISIBLE_DEVICES", "")
+    visible = [name.strip() for name in names.split(",") if name.strip()]
+    ranks = [int(start.environment["LOCAL_RANK"]) for start in starts if "LOCAL_RANK" in start.environment]
+    if not ranks:
+        return visible
+    return [visible[rank % len(visible)] for rank in ranks] if visible else [str(rank) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """How one supervisor starts its ranks of one attempt."""
+
+    run: RunDir
+    allocation: Allocation
+    task: Task
+    command: LeaderCommand
+
+    def rank_commands(self, log: Path | None) -> list[RankCommand]:
+        """Return what this supervisor starts: torchrun, its own rank, or all ranks of this machine.
+
+        Args:
+            log: that its ranks open; None where they are given what to write into.
+        """
+        argv, folder = tuple(self.argv()), self._python_folder()
+        return [RankCommand(argv, environment, folder, str(log or "")) for environment in self.environments()]
+
+    def argv(self) -> list[str]:
+        """Return the command line of a rank, or of torchrun, which starts those of a node."""
+        task, spec = self.task, self.task.spec
+        worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]
+        wrapper = [] if self.allocation.is_local else sbatch.wrapper_words(spec, environ=self.allocation.environ)
+        if not _uses_torchrun(task):
+            return [*wrapper, sys.executable, "-u", *worker]
+        address, _, port = self.command.meeting.rpartition(":")
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts=0"),
+            *(f"--nnodes={task.nodes}", f"--node-rank={self.allocation.index}"),
+            *(f"--master-addr={address}", f"--master-port={port}"),
+            f"--nproc-per-node={spec.cluster.gpus_per_node}",
+        ]
+        if not wrapper:
+            return [*torchrun, *worker]
+        return [*torchrun, "--no-python", *wrapper, sys.executable, "-u", *worker]
+
+    def environments(self) -> list[dict[str, str]]:
+        """Return the environment of each process that this supervisor starts."""
+        allocation = self.allocation
+        threads = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads_per_rank())}
+        variables = {**allocation.environ, **threads, **allocation.time_limit_variable()}
+        if _uses_torchrun(self.task):
+            return [variables]
+        # A rendezvous of the site's set-up lines, or of a shell, is not ours.
+        variables = {name: value for name, value in variables.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+        world = world_size(self.task)
+        ranks = [(rank, rank) for rank in range(world)]
+        if not allocation.is_local:
+            ranks = [(allocation.index, allocation.local_index)]
+        return [
+            {**variables, "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)}
+            for rank, local in ranks
+        ]
+
+    def _python_folder(self) -> str:
+        """Return where python finds the user's code first: what was submitted runs. The ranks then go to workdir."""
+        task = self.task
+        code = self.run.code_dir(task.code) if task.code else Path(task.workdir)
+        return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
+
+    def _threads_per_rank(self) -> int:
+        """Return the threads of a rank. On this machine the ranks share its cores, one thread each."""
+        if self.allocation.is_local:
+            return 1
+        threads = self.allocation.cpus or 1
+        return max(1, threads // self.task.spec.cluster.gpus_per_node) if _uses_torchrun(self.task) else threads
+
+
+# --- The processes of one supervisor
+
+EXIT_POLL = 0.05  # seconds
+Child = Union["subprocess.Popen[bytes]", ForkedRank]
+
+
+@dataclass
+class RankGroup:
+    """Processes that end together; each leads a process group, with its data-loader processes in it."""
+
+    children: list[Child]
+    _first_failure: tuple[int, int] | None = None  # what had failed when the others were killed
+
+    def is_running(self) -> bool:
+        return None in [child.poll() for child in self.children]
+
+    def first_failure(self) -> tuple[int, int] | None:
+        """Return place and exit code of the process that failed first, of those that have ended so far.
+
+        One that was killed tells more than those that lost it, and have ended meanwhile. SIGABRT is no kill: torch ends
+        its own process by it over a lost peer.
+        """
+        if self._first_failure is not None:
+            return self._first_failure
+        codes = [(at, code) for at, child in enumerate(self.children) if (code := child.poll())]
+        return min(codes, key=lambda found: (found[1] > 0, found[1] == -signal.SIGABRT, found[0]), default=None)
+
+    def end(self, grace: float) -> None:
+        """Ask the ranks to save and leave; kill what is left after `grace` seconds.
+
+        Only the ranks themselves are asked: their data-loader processes have to live until they have saved.
+        """
+        for child in self.children:
+            if child.poll() is None:
+                os.kill(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace
+        while self.is_running() and time.monotonic() < deadline:
+            time.sleep(EXIT_POLL)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every rank and what it has started."""
+        self._first_failure = self.first_failure()
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        for child in self.children:
+            child.wait()
+
+
+@dataclass
+class RankSpawner:
+    """Starts ranks, and keeps for the next attempt where they write and the process that they are forked from.
+
+    Each supervisor has its own. The one that starts all ranks of a machine imports torch once for all of them. Under
+    srun there is a supervisor a rank, and a rank must stay in its own task's cgroup, CPU binding and GPUs, which only a
+    child of that task has: there the relaunches gain. torchrun starts its ranks itself.
+    """
+
+    output: RankOutput = field(default_factory=RankOutput)
+    server: ForkServer | None = None
+    executes: bool = False  # for good: forking has failed once
+
+    def spawn(self, starts: Sequence[RankCommand], output: IO[bytes], *, give_up: Callable[[], bool]) -> RankGroup:
+        """Start ranks.
+
+        Args:
+            starts: what each is started with.
+            output: their log, opened to add to it.
+            give_up: asked while torch is imported, whether not to wait for that any longer.
+
+        Raises:
+            OSError: a command or its folder is not there. None of the others runs.
+        """
+        group = RankGroup([])
+        try:
+            for start in starts:
+                group.children.append(self._fork(start, output, give_up) or _execute(start, output))
+        except OSError:
+            group.kill()
+            raise
+        return group
+
+    def _fork(self, start: RankCommand, output: IO[bytes], give_up: Callable[[], bool]) -> ForkedRank | None:
+        if self.executes or not start.is_forkable:
+            return None
+        if self.server is not None and not self.server.can_fork(start):
+            self._stop_server()
+        try:
+            self.server = self.server or ForkServer(start, output)
+            return self.server.fork(start, give_up=give_up)
+        except ForkUnavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
+            sys.stderr.write(f"tula: ranks are not forked but executed, each with its own import of torch: {error}\n")
+            self.executes = True
+            self._stop_server()
+            return None
+
+    def surviving_processes(self) -> list[int]:
+        """Return the processes that outlive an attempt on purpose: what ranks are forked from."""
+        return [self.server.process.pid] if self.server is not None else []
+
+    def close(self) -> None:
+        """End the process that ranks are forked from, and let nothing more be written."""
+        self._stop_server()
+        self.output.close()
+
+    def _stop_server(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        self.server = None
+
+
+def _execute(start: RankCommand, output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        start.command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=start.environment,
+        cwd=start.folder,
+        start_new_session=True,
+        preexec_fn=become_child,
+    )

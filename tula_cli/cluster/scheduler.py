@@ -1,0 +1,376 @@
+"""What a scheduler has to tell and to do: a small protocol, and what some can do beyond it.
+
+A scheduler says what it says and nothing else: whether a job succeeded is told by the files that it left. One that does not
+answer has told nothing; only `submit` and `queued` raise an error, for there it would cost a second job.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from tula_cli.errors import SchedulerError
+from tula_cli.host.processes import start_time
+from tula_cli.run.records.base import OutcomeClass
+
+# --- The log of a job
+#
+# A scheduler that opens the log itself fails the job at once where its folder is away, and so it does with every later job of the
+# chain: seconds without a file system would cost them all.
+
+MAX_PAUSE = 30
+"""Seconds between two attempts to open the log, at most; the first pause is a second, and each is twice the one before."""
+
+
+def lines_to_open_log(
+    log: str,
+    *,
+    folder: str,
+    patience: int,
+    python: str = "",
+    on_wait: Sequence[str] = (),
+    on_give_up: Sequence[str] = (),
+    on_resume: Sequence[str] = (),
+) -> list[str]:
+    """Return the lines (POSIX sh) that open `<log>.out` and `<log>.err` and enter the folder, or end the job.
+
+    In the lines of the caller, `$tula_why` is the reason and `$tula_waited` the seconds so far.
+
+    Args:
+        log: its path without suffix, as a shell word.
+        folder: that the job starts in, as a shell word.
+        patience: seconds to wait for all of that.
+        python: path of the interpreter that has to be there; empty where a set-up brings it.
+        on_wait: lines that report why the job waits.
+        on_give_up: lines before the job ends in vain.
+        on_resume: lines after a wait.
+    """
+    python_word = shlex.quote(python)
+    interpreter = (
+        f" && {{ [ -x {python_word} ] || {{ echo {python_word}: not executable; exit 1; }}; }}" if python else ""
+    )
+    return [
+        "# The job waits for its log, its folder and its Python, where a scheduler that opened the log would fail it.",
+        f"tula_log={log}",
+        f'tula_try() {{ (cd {folder} && : >>"$tula_log.out" && : >>"$tula_log.err"{interpreter}) 2>&1; }}',
+        "tula_waited=0 tula_pause=1 tula_first=",
+        "until tula_why=$(tula_try); do",
+        """  tula_why="$(printf '%s on %s' "${tula_why#*: line *: }" "$(uname -n)" | tr '|\\n' '  ')\"""",
+        f'  if [ "$tula_waited" -ge {patience} ]; then',
+        *(f"    {line}" for line in on_give_up),
+        "    exit 1",
+        "  fi",
+        '  if [ "$tula_waited" -eq 0 ]; then',
+        '    tula_first="$tula_why"',
+        *(f"    {line}" for line in on_wait),
+        "  fi",
+        '  sleep "$tula_pause"',
+        "  tula_waited=$((tula_waited + tula_pause))",
+        f"  tula_pause=$((2 * tula_pause < {MAX_PAUSE} ? 2 * tula_pause : {MAX_PAUSE}))",
+        "done",
+        f"cd {folder}",
+        'exec >>"$tula_log.out" 2>>"$tula_log.err"',
+        'if [ "$tula_waited" -gt 0 ]; then',
+        *(f"  {line}" for line in on_resume),
+        '  echo "tula: the job waited $tula_waited s: $tula_first" >&2',
+        "fi",
+    ]
+
+
+def log_word(folder: Path, id_: str, name: str) -> str:
+    """Return the path of a job's log without suffix, as a shell word.
+
+    Args:
+        folder: of the logs.
+        id_: the job's id as a shell reads it in the job: "$PBS_JOBID".
+        name: of the log, after the id.
+    """
+    return f'{shlex.quote(str(folder))}/"{id_}"_{name}'
+
+
+# --- The protocol
+
+END_SIGNALS = (signal.SIGTERM,)
+"""Signals by which a scheduler asks a job to end."""
+WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+"""Signals that tell what the clock tells as well, or that go before the others; nothing follows from them."""
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """What the scheduler says of a job; a hint, never the truth about results."""
+
+    state: Literal["pending", "running", "ended", "unknown"]
+    # In words for the user: "Dependency" of a job that waits for others to end; begins with FAILED where the job's own script
+    # ended with an error, and is empty where it ended well
+    reason: str = ""
+    starts_at: float | None = None  # Unix time at which a waiting job is expected to start
+    held: bool = False  # it waits for its user to release it
+    hopeless: bool = False  # it waits for what waiting does not bring
+    without_nodes: bool = False  # it waits for nodes that are down or drained
+    without_log: bool = False  # it cannot open its log, or one before it could not
+    suspended: bool = False  # it has its nodes and stands still
+    released: str = ""  # which jobs of the chain tula itself has cancelled, and why
+    silent: bool = False  # with "unknown": nobody answered, so that nothing must be submitted now
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job that waits or runs."""
+
+    id: str
+    name: str
+    script: str = ""  # the file that was submitted; empty where the scheduler does not tell
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one job can have in a partition (a queue, a class); None where the scheduler does not tell or does not bound it."""
+
+    name: str
+    default: bool = False
+    usable: int | None = None  # nodes of one job
+    minutes: int | None = None  # its time limit
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job that is to be submitted: its command is started once a task, on all of its nodes at the same time."""
+
+    name: str  # finds it again in the queue
+    command: str  # that every task starts, as a shell reads it
+    nodes: int = 1
+    tasks_per_node: int = 1
+    gpus_per_node: int = 0
+    minutes: int | None = None  # its time limit; None on this machine
+    after: tuple[str, ...] = ()  # ids of the jobs that have to be over before it starts, however they ended
+    folder: Path = Path()  # that it starts in
+    logs: Path = Path()  # where its script writes: files named <id>_<anything>_log.out and .err, which tula logs shows
+    setup: tuple[str, ...] = ()  # lines of the shell before the command
+    patience: int = 0  # seconds for which it waits for a folder that is away
+
+    def lines(self, id_: str) -> list[str]:
+        """Return the shell lines that come before the command: they open the log, enter the folder, and set up.
+
+        They wait `patience` seconds for a folder that is away; then the job ends.
+
+        Args:
+            id_: the job's id as a shell reads it in the job: "$PBS_JOBID".
+        """
+        log, folder = log_word(self.logs, id_, "script_log"), shlex.quote(str(self.folder))
+        return [*lines_to_open_log(log, folder=folder, patience=self.patience), *self.setup]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its job."""
+
+    job_id: str
+    index: int = 0  # of this task among all of the job, from 0; those of one node follow each other
+    count: int = 1  # tasks
+    local_index: int = 0  # on its node
+    nodes: int = 1
+    hosts: str = ""  # as the scheduler writes them
+    restarts: int = 0  # how often the scheduler itself has started the job again
+    cpus: int | None = None  # of a task; None where nobody tells
+    node: str = ""  # what tells this node's tasks from those of others, where several jobs share a node
+    neighbours: tuple[int, ...] = ()  # tasks of its node, itself too; () where they follow each other, or nobody tells
+
+
+class Scheduler(Protocol):
+    """What submits jobs, tells how they stand, and tells a process of a job where it is.
+
+    `name` is the scheduler in messages; `cancel_command` and `release_command` are what a user would type, before the ids;
+    empty where there is no such command.
+    """
+
+    name: str
+    cancel_command: str
+    release_command: str
+
+    # --- where jobs are submitted
+
+    def absent(self) -> str:
+        """Return why nothing can be submitted from here; empty where it can."""
+        ...
+
+    def script(self, job: JobRequest) -> str:
+        """Return the text of a job's script; touches nothing."""
+        ...
+
+    def submit(self, script: Path, job: JobRequest) -> str:
+        """Submit a script that was made of `job`; return the job's id, without "/", "_" and white space.
+
+        Raises:
+            SchedulerError: it was refused, in the scheduler's own words.
+        """
+        ...
+
+    def queued(self, names: Sequence[str]) -> list[Queued]:
+        """Return this user's jobs of these names that wait or run; one that is being ended does not count.
+
+        Raises:
+            SchedulerError: nobody answers.
+        """
+        ...
+
+    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+        """Return how jobs stand, asked for all at once; one that nobody knows any more is not in the answer."""
+        ...
+
+    def cancel(self, ids: Sequence[str]) -> str:
+        """End jobs that wait or run, and no others; return what went wrong. One that is over is no complaint."""
+        ...
+
+    def hold(self, ids: Sequence[str]) -> str:
+        """Keep waiting jobs from starting until they are released; return what went wrong."""
+        ...
+
+    def release(self, ids: Sequence[str]) -> str:
+        """Let held jobs start; return what went wrong."""
+        ...
+
+    def partitions(self) -> Sequence[Limits]:
+        """Return what jobs can have; nothing where nobody tells."""
+        ...
+
+    # --- inside a job
+
+    def place(self, environ: Mapping[str, str]) -> Place | None:
+        """Return where a process of this environment stands in its job; None where it is in none of this scheduler's."""
+        ...
+
+    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+        """Return the Unix time of a running job's time limit; None where there is none, or nobody tells."""
+        ...
+
+    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+        """Return what ended a job from outside; None where it lives, is not known, or ended by itself.
+
+        Args:
+            job_id: the job.
+            restart: which of its starts, where the scheduler itself has started it again; None is the last one.
+        """
+        ...
+
+
+@runtime_checkable
+class AvoidsNodes(Protocol):
+    """A scheduler that can keep waiting jobs off nodes."""
+
+    def exclude(self, ids: Sequence[str], nodes: str) -> str:
+        """Keep waiting jobs off these nodes and no others; return what went wrong."""
+        ...
+
+
+@runtime_checkable
+class DelaysJobs(Protocol):
+    """A scheduler whose jobs of a chain start minutes after the one before them, unless that one has started tula."""
+
+    def end_delay(self, id_: str, after: str) -> str:
+        """Let a waiting job start as soon as the one before it is over; return what went wrong."""
+        ...
+
+    def delay(self, id_: str, minutes: int) -> str:
+        """Let a waiting job start so many minutes from now at the earliest; return what went wrong."""
+        ...
+
+
+def exclude_nodes(scheduler: Scheduler, ids: Sequence[str], nodes: str) -> str:
+    """Keep waiting jobs off nodes, where the scheduler can; return what went wrong."""
+    if isinstance(scheduler, AvoidsNodes):
+        return scheduler.exclude(ids, nodes)
+    return f"{scheduler.name} cannot keep waiting jobs off nodes"
+
+
+# --- This machine as a scheduler
+
+_children: "list[subprocess.Popen[bytes]]" = []
+"""Of this process: each is asked now and then, so that none stays as a zombie."""
+
+
+class LocalScheduler:
+    """Jobs on this machine. An id is the process and when it started, "4711-123456", against reused numbers."""
+
+    name = "this machine"
+    cancel_command = "kill"
+    release_command = ""
+
+    # --- where jobs are submitted
+
+    def absent(self) -> str:
+        return ""
+
+    def script(self, job: JobRequest) -> str:
+        """Return a script that becomes the command, so that the process is the job; it has one task, which starts the others."""
+        return "\n".join(("#!/bin/sh", *job.lines("$$"), f"exec {job.command}", ""))
+
+    def submit(self, script: Path, job: JobRequest) -> str:
+        """Start a process that outlives this one, its terminal and Ctrl-C."""
+        if job.after:
+            raise SchedulerError("jobs on this machine wait for no others", "start each when those before it are over")
+        _reap()
+        try:
+            child = subprocess.Popen(
+                ["/bin/sh", str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise SchedulerError(f"the job could not be started: {error.strerror}") from error
+        _children.append(child)
+        return f"{child.pid}-{start_time(child.pid) or 0:.0f}"
+
+    def queued(self, names: Sequence[str]) -> list[Queued]:
+        """Return nothing: a process has no name here, and its id is known as soon as there is one."""
+        return []
+
+    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+        _reap()
+        return {id_: SchedulerState("running" if _lives(id_) else "ended") for id_ in ids}
+
+    def cancel(self, ids: Sequence[str]) -> str:
+        for id_ in ids:
+            if _lives(id_):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(_pid(id_), signal.SIGKILL)
+        return ""
+
+    def hold(self, ids: Sequence[str]) -> str:
+        return "no job waits on this machine" if ids else ""
+
+    def release(self, ids: Sequence[str]) -> str:
+        return "no job waits on this machine" if ids else ""
+
+    def partitions(self) -> Sequence[Limits]:
+        return []
+
+    # --- inside a job
+
+    def place(self, environ: Mapping[str, str]) -> Place | None:
+        """Return nothing: every process may be one of this machine's, and knows all that there is to know."""
+        return None
+
+    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+        return None
+
+    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+        return None
+
+
+def _pid(id_: str) -> int:
+    return int(id_.partition("-")[0])
+
+
+def _lives(id_: str) -> bool:
+    pid, _, ticks = id_.partition("-")
+    since = start_time(int(pid)) if pid.isdigit() else None
+    return since is not None and f"{since:.0f}" == ticks
+
+
+def _reap() -> None:
+    _children[:] = [child for child in _children if child.poll() is None]

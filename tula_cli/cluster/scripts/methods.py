@@ -1,0 +1,158 @@
+"""Training methods that act around a script's optimizer (AGS and ortho), and the copies of shim and optimizers that a run holds for it."""
+
+import hashlib
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tula_cli.errors import JobFailed
+from tula_cli.models.refresh import small_batch_size
+from tula_cli.presets import AGS_PRESETS
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import publish_folder, write_error
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.results import Scaled
+from tula_cli.run.records.scripts import AgsPlan, OrthoPlan
+from tula_cli.run.records.tasks import Task, TrainTask
+
+# --- Copies of the shim and the optimizers
+
+LIBRARY = "tula_ags"
+"""The name of the optimizers' copy: an installed tula is another package, of another version perhaps."""
+
+
+def copy_shim(run: Path) -> Path:
+    """Copy the shim into a run, where it is not there yet; return its folder. Containers see the run, not tula.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return _copy(run, "shim", _module_sources("shim"))
+
+
+def copy_optim(run: Path) -> Path:
+    """Copy the optimizers into a run as a package of a name of its own; return the folder in which it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
+    sources = _module_sources("optim") | presets
+    return _copy(run, "ags", {LIBRARY / name: _rename_import(content) for name, content in sources.items()})
+
+
+def _module_sources(folder: str) -> dict[Path, bytes]:
+    """Return the modules of a folder of tula's by their paths in it, also where tula is imported from an archive."""
+    sources, pending = {}, [(Path(), files("tula_cli").joinpath(folder))]
+    for path, resource in pending:
+        for inner in resource.iterdir():
+            if inner.is_dir():
+                pending.append((path / inner.name, inner))
+            elif inner.name.endswith(".py"):
+                sources[path / inner.name] = inner.read_bytes()
+    return dict(sorted(sources.items()))
+
+
+def _rename_import(code: bytes) -> bytes:
+    """Return the code with the one module of tula that it imports in the copy instead."""
+    return code.replace(b"from tula_cli.presets import", f"from {LIBRARY}.presets import".encode())
+
+
+def _copy(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
+    digest = hashlib.sha256()
+    for path, content in contents.items():
+        digest.update(f"{path}\0".encode() + content)
+    folder = (run / "script" / f"{name}-{digest.hexdigest()[:8]}").absolute()
+    if folder.is_dir():
+        return folder
+    draft = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    for path, content in contents.items():
+        copy = draft / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+    try:
+        publish_folder(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+# --- The plan of a method and what it reports
+
+NEVER_STEPS = 10**9
+"""Steps of an epoch, to a probe: refreshes are not among the steps that it times, unless every step is one."""
+
+
+def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: int | None) -> AgsPlan | None:
+    """Return what the shim is told, None where the method scales nothing; the library is copied into the run.
+
+    Args:
+        run: the run.
+        task: what is started.
+        command: what it is started with.
+        dataset_size: samples of an epoch; None where nobody knows.
+
+    Raises:
+        TulaError: the run directory cannot be written.
+        JobFailed: nothing tells how many steps an epoch has, at whose end factors are to be refreshed.
+    """
+    spec = task.spec
+    if not spec.train.facts.scales:
+        return None
+    settings = spec.ags.resolved().model_dump()
+    return AgsPlan(
+        code=_copy_library(run),
+        settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "parameters")},
+        apply_to=spec.ags.apply_to,
+        b_large=command.batch,
+        b_small=small_batch_size(spec, command.batch),
+        available=max(1, command.batch // command.ranks // spec.train.accumulate),
+        steps_per_epoch=_steps_per_epoch(task, command.batch, dataset_size),
+        seed=spec.train.seed,
+        resumed=bool(command.checkpoint),
+    )
+
+
+def ortho_plan(run: RunDir, task: Task, command: LeaderCommand) -> OrthoPlan | None:
+    """Return what the shim needs for orthogonalised steps, None for other methods; the library is copied into the run.
+
+    Raises:
+        TulaError: the run directory cannot be written.
+    """
+    train = task.spec.train
+    if not train.facts.orthogonalises:
+        return None
+    return OrthoPlan(code=_copy_library(run), beta2_power=command.batch / train.reference_batch)
+
+
+def _copy_library(run: RunDir) -> str:
+    try:
+        return str(copy_optim(run.path))
+    except OSError as error:
+        raise write_error(run.path, error) from error
+
+
+def _steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
+    if not isinstance(task, TrainTask) or task.spec.ags.resolved().refresh != "epoch":
+        return NEVER_STEPS
+    if size is None:
+        raise JobFailed(
+            "ags.refresh is epoch, and nothing tells how many samples an epoch has",
+            "give script.dataset_size, or ags.refresh: {every: N} (optimizer steps)",
+        )
+    return max(1, size // batch)
+
+
+def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
+    """Return what AGS did in a training, from the newest row of each attempt; None where there was none of it."""
+    summaries = [row["ags"]["so_far"] for row in rows if row.get("ags")]
+    steps = sum(one["steps"] for one in summaries)
+    if not steps:
+        return None
+    scaled, mean = (sum(one[name] * one["steps"] for one in summaries) / steps for name in ("scaled", "mean"))
+    return Scaled(steps=round(steps), scaled=scaled, mean=mean, apply_to=summaries[-1]["apply_to"])

@@ -1,0 +1,105 @@
+"""What stands in place of the placeholders of a script's command line."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.job import JobSpec, lr_scale
+from tula_cli.spec.scripts import script as section
+from tula_cli.spec.scripts.script import Script
+
+
+@dataclass(frozen=True)
+class ScriptProcess:
+    """Which process of a job this is."""
+
+    nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    rank: int | None = None  # None where the command starts the ranks of a node itself
+    local_rank: int | None = None
+
+
+def placeholder_values(
+    spec: JobSpec,
+    process: ScriptProcess,
+    *,
+    batch: int,
+    out: Path,
+    run: Path,
+    workers: int,
+    checkpoint: str = "",
+    splits: int = 1,
+) -> dict[str, str | float]:
+    """Return the value of each placeholder that has one.
+
+    Args:
+        spec: the job, with a script.
+        place: of the process.
+        batch: global batch.
+        out: folder of the script's own files.
+        run: the run directory.
+        workers: data-loader processes of a rank.
+        checkpoint: the newest one; empty where there is none.
+        splits: parts that each micro-batch of train.accumulate is computed in.
+    """
+    script, gpus = script_of(spec), spec.cluster.gpus_per_node
+    local_batch = batch // (process.nodes * gpus)
+    accumulate = spec.train.accumulate * splits
+    micro_batch = local_batch // accumulate
+    values: dict[str, str | float | None] = {
+        "batch": batch,
+        "local_batch": local_batch,
+        "micro_batch": micro_batch,
+        "accumulate": accumulate,
+        "accumulate_total": batch // micro_batch,
+        "lr": learning_rate(spec, batch),
+        "lr_factor": lr_scale(spec, batch),
+        "epochs": script.length.epochs,
+        "seed": spec.train.seed,
+        "workers": workers,
+        "nodes": process.nodes,
+        "gpus_per_node": gpus,
+        "world": process.nodes * gpus,
+        "node_rank": process.node_rank,
+        "master_addr": process.master_addr,
+        "master_port": process.master_port,
+        "rank": process.rank,
+        "local_rank": process.local_rank,
+        "out": str(out),
+        "checkpoint": checkpoint or None,
+        "tula_run": str(run),
+    }
+    size = script.known_dataset_size
+    if size is not None:
+        values["steps"], values["samples"] = section.steps(script, batch, size), section.samples(script, size)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def script_of(spec: JobSpec) -> Script:
+    """Return the script of a job that has one."""
+    assert spec.script is not None, "a job of tula's own loop"
+    return spec.script
+
+
+def learning_rate(spec: JobSpec, batch: int) -> float | None:
+    """Return the learning rate of the command line at a global batch; None where the script has its own."""
+    lr = script_of(spec).reference.lr
+    return None if lr is None else lr * lr_scale(spec, batch)
+
+
+def loader_workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
+    """Return the data-loader processes of a rank: as asked for, else by the cores that it has.
+
+    Args:
+        spec: the job.
+        threads: cores that the scheduler gives a rank; None where the ranks share this machine.
+        ranks_here: that share it.
+        task: of a training, which may have fewer than its spec.
+    """
+    requested = spec.train.workers if task is None else task.workers
+    if requested != "auto":
+        return requested
+    return spec.train.loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)

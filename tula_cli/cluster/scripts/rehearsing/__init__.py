@@ -1,1 +1,0 @@
-"""How a script resumes, rehearsed by its supervisor."""

@@ -1,0 +1,327 @@
+"""The result of a script's attempt, from what its ranks have written, or why there is none."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.rank_processes import runs_script, world_size
+from tula_cli.cluster.scripts.placeholders import learning_rate, script_of
+from tula_cli.cluster.scripts.resume_test import ResumeTest
+from tula_cli.cluster.scripts.training import ScriptTraining, describe_missing_step
+from tula_cli.errors import BadMeasurements, JobFailed
+from tula_cli.models.claims import JointStep, clean_steps, dataset_size, mismatches
+from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import ModelStates, PeakMemory
+from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
+from tula_cli.run.records.scripts import RankResult
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask, probe_identity
+from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
+from tula_cli.spec.job import lr_scale
+from tula_cli.spec.sections import LEAST_STEPS
+from tula_cli.version import __version__
+
+# --- Probes
+
+
+class NotMeasured(Exception):
+    """Why a start of a script is no measurement; its words are for the user."""
+
+
+def build_probe_result(
+    task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, cores: int, log: Path, notes: Sequence[str] = ()
+) -> Measured:
+    """Return the result of a probe.
+
+    Args:
+        task: of the probe.
+        ranks: what each has written, by rank.
+        local_batch: of the probe.
+        cores: of this node, to tell whether ranks shared them.
+        log: what the command has written.
+        notes: for the user, beside those of rank 0.
+
+    Raises:
+        NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
+    """
+    world = world_size(task)
+    steps = _counted_steps(ranks, log)
+    first_rank = ranks[0]
+    waits = [step.wait for step in steps if step.wait is not None]
+    sync = _slowest_median([] if rank.split is None else rank.split.sync for rank in ranks)
+    local = _slowest_median([] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks)
+    times = tuple(step.seconds for step in steps)
+    beyond = [_warn_long_sync(sync, median(times))] if sync is not None and sync > median(times) else []
+    alone = world == 1  # nothing to synchronise: a step is local work
+    return Measured(
+        **probe_identity(task, local_batch),
+        batch=local_batch * world,
+        accumulate=task.spec.train.accumulate,
+        step_times=times,
+        warmup_times=tuple(max(row) for row in zip(*(rank.warmup for rank in ranks), strict=False)),
+        sync_time=0.0 if alone else sync,
+        compute_time=median(times) if alone else local,
+        data_wait=median(waits) if len(waits) == len(steps) else None,
+        memory=_peak_memory(ranks),
+        capacity=task.spec.cluster.memory_per_gpu or min((rank.capacity or 0 for rank in ranks), default=0) or None,
+        gradients=_gradient_stats(ranks, local_batch=local_batch, batch=local_batch * world),
+        overheads=Overheads(
+            startup=max(rank.startup or 0.0 for rank in ranks),
+            eval_batch=None,
+            eval_batch_size=None,
+            checkpoint=None,
+            refresh=None,
+        ),
+        environment=_describe_environment(ranks),
+        dataset_size=_dataset_size(task, ranks),
+        eval_size=None,
+        oversubscribed=_is_oversubscribed(task, ranks, cores),
+        measured_at=time.time(),
+        script=ScriptSeen(
+            optimizer=first_rank.optimizer,
+            parameters=first_rank.parameters,
+            lr=first_rank.lr,
+            lr_given=_learning_rate_given(task, local_batch * world),
+            notes=(*first_rank.notes, *notes, *beyond),
+        ),
+    )
+
+
+def _warn_long_sync(sync: float, step: float) -> str:
+    return (
+        f"synchronisation ({1000 * sync:.3g} ms) is longer than the whole step ({1000 * step:.3g} ms), of which it is a part:"
+        " the ranks waited for each other while it was measured; do not rely on it"
+    )
+
+
+def _learning_rate_given(task: ProbeTask, batch: int) -> float | None:
+    """Return what the command line says of the learning rate: it, or the factor that the script multiplies its own by."""
+    placeholders = script_of(task.spec).placeholders
+    return (
+        learning_rate(task.spec, batch)
+        if "lr" in placeholders
+        else lr_scale(task.spec, batch)
+        if "lr_factor" in placeholders
+        else None
+    )
+
+
+def _counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep]:
+    """Return the steps that are to be counted.
+
+    Raises:
+        NotMeasured: there are too few, or a claim does not hold.
+    """
+    if not ranks:
+        raise NotMeasured(f"the command ended well, but {describe_missing_step(log)}")
+    if found := mismatches(ranks):
+        raise NotMeasured("; ".join(mismatch.words for mismatch in found))
+    if len(ranks) < ranks[0].world:
+        raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written what they saw")
+    try:
+        steps = clean_steps(ranks)
+    except BadMeasurements as error:
+        if ranks[0].why == "stopped":
+            raise NotMeasured(f"{error.message}; {error.hint}") from None
+        steps = ()
+    if len(steps) < LEAST_STEPS and ranks[0].why == "stopped":
+        raise NotMeasured(
+            f"of {len(ranks[0].timed)} timed steps {len(steps)} held neither an evaluation nor a save nor a new epoch, and"
+            f" {LEAST_STEPS} are needed: raise search.min_steps, or have the script evaluate less often while it is measured"
+            " (script.probe.args)"
+        )
+    if len(steps) < LEAST_STEPS:
+        raise NotMeasured(
+            f"the script ended by itself after {ranks[0].steps} steps, of which {len(steps)} could be timed, and"
+            f" {LEAST_STEPS} are needed: let it train longer while it is measured (script.probe.args)"
+        )
+    return steps
+
+
+def _slowest_median(ranks: Iterable[Sequence[float]]) -> float | None:
+    """Return the largest median of all ranks, as tula's own loop tells it; None where a rank has none."""
+    medians = [median(seconds) if seconds else None for seconds in ranks]
+    return None if None in medians else max(value for value in medians if value is not None)
+
+
+def _peak_memory(ranks: Sequence[RankResult]) -> PeakMemory:
+    """Return that of the rank with the highest peak, whatever it was doing."""
+    peaks = [peak for rank in ranks for peak in rank.peak.values()]
+    sizes = [rank.bytes for rank in ranks if rank.bytes is not None]
+    states = None
+    if sizes:
+        sizes_by_kind = {kind: max(size[kind] for size in sizes) for kind in ("parameters", "gradients", "optimizer")}
+        states = ModelStates(**sizes_by_kind, factors=0)
+    return PeakMemory(
+        states=states,
+        peak=max(peak.allocated for peak in peaks),
+        reserved=max(peak.reserved for peak in peaks),
+    )
+
+
+def _gradient_stats(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
+    """Return the gradient norms, the local ones as means over all ranks; None where DDP has not told them."""
+    norms = [rank.split.norms for rank in ranks if rank.split is not None]
+    if len(ranks) < 2 or len(norms) < len(ranks):
+        return None
+    pairs: list[Pair] = []
+    for row in zip(*norms, strict=False):
+        small, big = [pair[0] for pair in row], row[0][1]
+        if big is not None and None not in small:
+            pairs.append((sum(value for value in small if value is not None) / len(small), big))
+    return summarise(pairs, local_batch=local_batch, batch=batch) if pairs else None
+
+
+def _describe_environment(ranks: Sequence[RankResult]) -> Environment:
+    hosts: dict[str, list[RankResult]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    nodes = tuple(
+        Host(
+            name=name,
+            ranks=len(rank_results),
+            hardware=tuple(sorted({rank.hardware for rank in rank_results})),
+            driver="",
+        )
+        for name, rank_results in hosts.items()
+    )
+    first_rank = ranks[0]
+    return Environment(
+        hosts=tuple(hosts),
+        device=first_rank.device,
+        hardware=" + ".join(sorted({rank.hardware for rank in ranks})),
+        driver="",
+        backend=first_rank.backend,
+        python=first_rank.python,
+        torch=first_rank.torch,
+        torchvision="",
+        tula=__version__,
+        nodes=nodes,
+        workers=first_rank.loader.workers if first_rank.loader is not None else None,
+    )
+
+
+def _dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
+    """Return the samples of an epoch: as the spec says, else as the data loader does.
+
+    Raises:
+        NotMeasured: nobody says.
+    """
+    known_size = script_of(task.spec).known_dataset_size
+    counted = dataset_size(ranks)
+    if known_size is None and counted is None:
+        raise NotMeasured(
+            "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"
+            " length; give script.dataset_size"
+        )
+    return known_size if known_size is not None else int(counted or 0)
+
+
+def _is_oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int) -> bool:
+    ranks_on_node = len(ranks) if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node
+    return ranks[0].device == "cpu" and ranks_on_node > cores
+
+
+# --- All tasks
+
+RESULT_LAG = 30.0
+"""Seconds in which a file that a rank on another node has written appears (NFS)."""
+POLL = 0.5  # seconds
+
+
+def leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, meeting: str) -> LeaderCommand:
+    """Return what is started now: of a script also with which batch, and from which checkpoint it goes on."""
+    command = LeaderCommand(task=task.id, attempt=attempt, ranks=ranks, meeting=meeting)
+    if not runs_script(task):
+        return command  # the worker knows its own batch
+    update: dict[str, object]
+    match task:
+        case ProbeTask():
+            update = {"batch": (run.current_probe(task) or 0) * world_size(task)}
+        case RehearsalTask():
+            start = ResumeTest(run, task).first_start()
+            update = {"batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
+        case _:
+            assert isinstance(task, TrainTask)
+            update = {"batch": task.batch, "checkpoint": str(ScriptTraining(run, task).newest_checkpoint() or "")}
+    return command.model_copy(update=update)
+
+
+def require_resumable(run: RunDir, task: Task) -> None:
+    """Refuse a training that waited for a rehearsal, which has found that its script cannot go on from its checkpoint.
+
+    Raises:
+        JobFailed: it cannot.
+    """
+    if not (isinstance(task, TrainTask) and task.after):
+        return
+    resume_test = ResumeTestRecords(run.path).read(task.after)
+    if resume_test is not None and resume_test.verdict == "none":
+        raise JobFailed(
+            f"not started: its script cannot go on after an interruption: {'; '.join(resume_test.faults)}",
+            "mend its resume; or tula train --no-rehearse, which begins anew after each interruption",
+        )
+
+
+def recover_lost_attempt(run: RunDir, lost: Attempt) -> None:
+    """Keep what a training by a script has saved in an attempt whose supervisor was lost: it goes on from there."""
+    task = run.task(lost.task)
+    if isinstance(task, TrainTask) and runs_script(task):
+        ScriptTraining(run, task).recover_lost_attempt(lost)
+
+
+def settle_attempt(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+    """Write what follows from an attempt of a script; return why it ended, once that is known.
+
+    Args:
+        run: the run.
+        task: what was attempted.
+        command: what it was started with.
+        reason: how its processes ended.
+    """
+    if not runs_script(task):
+        return reason
+    if refused := _refusal_by_method(ScriptAttempt(run.path, task.id, command.attempt)):
+        return dataclasses.replace(reason, outcome="user", message=refused, final=True)
+    if isinstance(task, TrainTask):
+        return ScriptTraining(run, task).settle_attempt(command, reason)
+    if isinstance(task, RehearsalTask):
+        return ResumeTest(run, task).record_start(command, reason)
+
+    assert isinstance(task, ProbeTask)
+    attempt = ScriptAttempt(run.path, task.id, command.attempt)
+    ranks = _rank_results(attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind != "local")
+    stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
+    if reason.outcome is not None and not stopped:
+        return reason
+    cores = len(os.sched_getaffinity(0))
+    try:
+        path, local_batch = run.log_path(task.id, command.attempt), command.batch // command.ranks
+        result = build_probe_result(
+            task, ranks, local_batch=local_batch, cores=cores, log=path, notes=attempt.put_aside()
+        )
+        run.write_result(result)
+        with run.open_log(path) as log:
+            log.write(f"{result.description}\n".encode())
+    except NotMeasured as error:
+        return dataclasses.replace(reason, outcome="user", message=str(error))
+    return ExitReason(None)
+
+
+def _refusal_by_method(attempt: ScriptAttempt) -> str:
+    """Return why the method cannot train this script, which may have gone on, and ended well, all the same."""
+    refusals = (failure for failure in attempt.failures() if failure.where == "method")
+    return next((failure.description for failure in refusals), "")
+
+
+def _rank_results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
+    """Return what the ranks have written; those of other nodes are waited for, once there is any."""
+    deadline = time.monotonic() + RESULT_LAG
+    while len(results := attempt.results()) < ranks and results and patient and time.monotonic() < deadline:
+        time.sleep(POLL)
+    return results

@@ -1,0 +1,385 @@
+"""A rehearsal of how a script resumes: which start comes next, what was seen in it, and what follows from all of them."""
+
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.rank_processes import world_size
+from tula_cli.cluster.scripts import training
+from tula_cli.cluster.scripts.placeholders import ScriptProcess, placeholder_values, script_of
+from tula_cli.models.resuming import judge_resume_test
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.scripts import Killing, Phase, Rehearsal, RehearsalStart, Rehearsed, Schedule
+from tula_cli.run.records.tasks import RehearsalTask
+from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
+from tula_cli.spec.job import lr_scale
+from tula_cli.spec.scripts import script as section
+from tula_cli.spec.scripts.placeholders import fill, names
+from tula_cli.spec.scripts.script import Length
+
+# --- Rows and tracebacks of a start
+
+MAX_RATES = 400
+"""Points of a curve of learning rates that are kept."""
+WEIGHTS_ONLY = "weights_only"
+HINT = "torch.load reads weights only unless it is told weights_only=False, and the checkpoint holds more"
+
+
+def count_trained(rows: Sequence[Mapping[str, Any]], local_batch: int) -> tuple[int, int]:
+    """Return steps and samples of one rank, by a row a step; a step trains its batch at most.
+
+    What a loader delivers beyond that was skipped, or comes ahead of its step: as much as a step's is kept for the next.
+    """
+    steps = samples = delivered = prefetched = 0
+    for row in rows:
+        if row["step"] == steps:
+            continue  # the last one is told twice
+        if row["step"] < steps:
+            samples = delivered = prefetched = 0  # counted anew: another optimizer is the clock
+        steps = row["step"]
+        if row["samples"] is None:
+            samples += local_batch
+            continue
+        delivered_ahead = prefetched + int(row["samples"]) - delivered
+        delivered = int(row["samples"])
+        samples += min(delivered_ahead, local_batch)
+        prefetched = min(max(0, delivered_ahead - local_batch), local_batch)
+    return steps, samples
+
+
+def learning_rates(rows: Sequence[Mapping[str, Any]], saved: int) -> dict[str, float | None]:
+    """Return the learning rate of the step after the checkpoint, and what two steps make of it."""
+    after = [row["lr"] for row in rows if row["step"] > saved and row.get("lr") is not None]
+    upto = [row["lr"] for row in rows if row["step"] <= saved and row.get("lr") is not None]
+    rows_ = after or upto[-1:]
+    return {
+        "next_lr": rows_[0] if rows_ else None,
+        "lr_step": abs(rows_[min(2, len(rows_) - 1)] - rows_[0]) if rows_ else 0.0,
+    }
+
+
+def learning_rate_curve(rows: Sequence[Mapping[str, Any]], batch: int) -> tuple[tuple[int, float], ...]:
+    """Return samples and learning rate of each step, thinned out evenly; the first and the last step are kept."""
+    lr_by_step = {row["step"]: row["lr"] for row in rows if row.get("lr") is not None}
+    points = [(step * batch, lr) for step, lr in sorted(lr_by_step.items())]
+    stride = max(1, -(-len(points) // MAX_RATES))
+    return tuple(points[::stride] + points[-1:] * ((len(points) - 1) % stride > 0))
+
+
+def observed_schedule(rows: Sequence[Mapping[str, Any]], *, after: int) -> Schedule | None:
+    """Return the scheduler that the rows tell of, as it stands in the first step after so many.
+
+    None without one, or with too few steps to see how it counts.
+    """
+    points = [(row["step"], row["schedule"]) for row in rows if row.get("schedule")]
+    if not points or points[-1][0] - points[0][0] < 2:
+        return None
+    counted = (points[-1][1]["at"] - points[0][1]["at"]) / (points[-1][0] - points[0][0])
+    _, scheduler = next((row for row in points if row[0] > after), points[-1])
+    return Schedule(
+        name=scheduler["name"].rpartition(".")[2], at=scheduler["at"], per_step=counted > 0.5, moves=scheduler["moves"]
+    )
+
+
+def error_line(text: str, error: str) -> str:
+    """Return the line of a traceback that tells its exception.
+
+    Args:
+        text: the traceback.
+        error: full name of the exception's class.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [error]
+    last_error_line = next((line for line in reversed(lines) if line.startswith(f"{error}:")), lines[-1])
+    if WEIGHTS_ONLY not in text or "Unpickl" not in error:
+        return last_error_line
+    cause_line = next((line for line in lines if "Unsupported global" in line), last_error_line)
+    return f"{error}: {cause_line.removeprefix('WeightsUnpickler error: ').partition('. Please use')[0]} ({HINT})"
+
+
+# --- The test
+
+EPOCHS = 3
+"""Of a rehearsal's length: one up to the checkpoint, one boundary beyond it."""
+STEPS_BEFORE_KILL = 24
+"""Step after which a script that can be asked for a checkpoint is asked: then half of them are many."""
+STEPS_AFTER_SAVE = 5
+"""Steps from the checkpoint to the end of the first start: the learning rates to hold others against."""
+TIME_SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "half": 1.0}
+"""Of the time that is left, what a start may take."""
+MIN_SECONDS = 5.0
+ENDLESS_RATIO = 2.0
+"""What is left to train, times this, ends a start that goes on and on."""
+RETRIED_OUTCOMES: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted", "node_failure")
+"""Endings that tell nothing of the script: the same start is due again, if there is time."""
+
+
+@dataclass(frozen=True)
+class ResumeTest:
+    """One rehearsal, as the leader of its supervisors sees it."""
+
+    run: RunDir
+    task: RehearsalTask
+
+    @property
+    def files(self) -> ResumeTestRecords:
+        return ResumeTestRecords(self.run.path)
+
+    @property
+    def record(self) -> Rehearsal:
+        """What was found so far."""
+        return self.files.read(self.task.id) or Rehearsal(task=self.task.id, key=self.task.key, began_at=time.time())
+
+    # --- what comes next
+
+    def first_start(self) -> RehearsalStart:
+        """Return the first start that is due of a rehearsal that is not over; from the first on its time counts."""
+        record = self.record
+        self.files.write(record)
+        start = self._next_start(record, max(self._remaining_seconds(record), MIN_SECONDS))
+        assert start is not None, "it is over"
+        return start
+
+    def _remaining_seconds(self, record: Rehearsal) -> float:
+        """Return the seconds that are left to it."""
+        return 60 * self.task.spec.search.max_minutes - (time.time() - record.began_at)
+
+    def _next_start(self, record: Rehearsal, remaining: float) -> RehearsalStart | None:
+        """Return the start that is due with so many seconds left; None where there is none."""
+        begins = [start for start in record.starts if start.phase == "begin"]
+        if not begins:
+            return self._initial_start(record, self._first_length(), self.task.batch, remaining)
+        if remaining < MIN_SECONDS:
+            return None
+        last_start = record.starts[-1]
+        if last_start.phase == "begin":
+            if (retry := self._repeat_beginning(begins, remaining)) is not None:
+                return self._initial_start(record, *retry, remaining)
+            return (
+                self._resuming_start("same", last_start, last_start.batch, remaining)
+                if _is_usable(last_start)
+                else None
+            )
+        can_halve = last_start.phase == "same" and last_start.ended == "ended" and last_start.steps
+        half = last_start.batch // 2
+        if not can_halve or last_start.batch % 2 or half % (world_size(self.task) * self.task.spec.train.accumulate):
+            return None
+        return self._resuming_start("half", begins[-1], half, remaining)
+
+    def _initial_start(self, record: Rehearsal, length: Length, batch: int, remaining: float) -> RehearsalStart:
+        out = self.files.folder(self.task.id) / f"begin-{len(record.starts) + 1}"
+        seconds = max(MIN_SECONDS, TIME_SHARES["begin"] * remaining)
+        return RehearsalStart(phase="begin", batch=batch, length=length, out=str(out), seconds=seconds)
+
+    def _resuming_start(self, phase: Phase, begin: Rehearsed, batch: int, remaining: float) -> RehearsalStart | None:
+        """Return a start from the checkpoint: each has a copy of its own, for it writes more of them."""
+        out = self.files.folder(self.task.id) / phase
+        start = RehearsalStart(
+            phase=phase,
+            batch=batch,
+            length=begin.length,
+            out=str(out),
+            seconds=max(MIN_SECONDS, TIME_SHARES[phase] * remaining),
+        )
+        resume = script_of(self.task.spec).resume
+        assert resume is not None
+        checkpoint, _ = training.find_newest_checkpoint(
+            resume, self.placeholder_values(start), workdir=Path(self.task.workdir), since=0.0
+        )
+        return None if checkpoint is None else start.model_copy(update={"checkpoint": str(checkpoint)})
+
+    def _first_length(self) -> Length:
+        """Return the length to begin with: short where the command takes one, and a checkpoint will come soon."""
+        script = script_of(self.task.spec)
+        if not self._length_is_told:
+            return script.length
+        if script.length.epochs is not None:
+            return Length(epochs=min(EPOCHS, script.length.epochs))
+        requested = section.samples_asked(script) or 0
+        return (
+            Length(samples=min(requested, 3 * STEPS_BEFORE_KILL * self.task.batch))
+            if script.save != "none"
+            else script.length
+        )
+
+    @property
+    def _length_is_told(self) -> bool:
+        return bool({"epochs", "steps", "samples"} & set(names(script_of(self.task.spec).command)))
+
+    def _repeat_beginning(self, begins: Sequence[Rehearsed], remaining: float) -> tuple[Length, int] | None:
+        """Return length and batch of another beginning: a shorter or longer one, or a batch that fits the memory."""
+        last_begin, full_length = begins[-1], script_of(self.task.spec).length
+        if last_begin.ended == "failed":
+            half, micro_batches = last_begin.batch // 2, world_size(self.task) * self.task.spec.train.accumulate
+            fits = last_begin.outcome == "device_oom" and half >= micro_batches and half % micro_batches == 0
+            return (last_begin.length, half) if fits else None
+        if last_begin.ended == "ended" and not _is_usable(last_begin) and last_begin.length != full_length:
+            return full_length, last_begin.batch
+        fitted = self._fitted_length(last_begin)
+        affordable = last_begin.seconds * 2.5 < remaining
+        return (fitted, last_begin.batch) if fitted is not None and len(begins) == 1 and affordable else None
+
+    def _fitted_length(self, begin: Rehearsed) -> Length | None:
+        """Return the length half as long again as it took to the first checkpoint, where that is much shorter."""
+        saved = begin.saved_samples
+        if not (self._length_is_told and saved and begin.length.epochs is None and begin.whole):
+            return None
+        return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
+
+    def placeholder_values(self, start: RehearsalStart) -> dict[str, str | float]:
+        """What the placeholders of paths stand for."""
+        return placeholder_values(
+            self.task.spec, ScriptProcess(self.task.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
+            run=self.run.path.absolute(), workers=0,
+        )  # fmt: skip
+
+    def kill_plan(self, start: RehearsalStart) -> Killing | None:
+        """Return how a start is ended from within; None where it goes on from a checkpoint."""
+        script = script_of(self.task.spec)
+        if start.phase != "begin" or script.resume is None:
+            return None
+        values = self.placeholder_values(start)
+        pattern = training.checkpoint_pattern(script.resume, values, workdir=Path(self.task.workdir))
+        ask = fill(script.save, values) if script.save != "none" else ""
+        if ask.startswith("file:"):
+            ask = f"file:{Path(self.task.workdir) / ask.removeprefix('file:')}"
+        return Killing(
+            checkpoint=pattern,
+            after=STEPS_AFTER_SAVE,
+            ask=ask,
+            ask_at=STEPS_BEFORE_KILL,
+            settled=training.SETTLED_SECONDS,
+        )
+
+    # --- what was seen
+
+    def record_start(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+        """Keep what a start has shown, and the verdict after the last one; return why it ended: as planned is well."""
+        assert command.rehearsal is not None
+        record = self.record
+        is_retried = reason.outcome in RETRIED_OUTCOMES and (
+            not record.starts or self._remaining_seconds(record) > MIN_SECONDS
+        )
+        if is_retried or self.run.is_cancelled(self.task.job):
+            return reason
+        outcome = self._observe_start(command.rehearsal, command.attempt, reason)
+        record = record.model_copy(update={"starts": (*record.starts, outcome)})
+        self._copy_checkpoints(command.rehearsal, outcome)
+        if self._next_start(record, self._remaining_seconds(record)) is None:
+            record = self._with_verdict(record)
+        self.files.write(record)
+        return reason if outcome.ended == "failed" else ExitReason(None, reason.message)
+
+    def _observe_start(self, start: RehearsalStart, number: int, reason: ExitReason) -> Rehearsed:
+        attempt = ScriptAttempt(self.run.path, self.task.id, number)
+        killed, rows = attempt.killed(), [row for row in attempt.rows(0) if row["kind"] == "row"]
+        size = (
+            script_of(self.task.spec).known_dataset_size if script_of(self.task.spec).dataset_size != "auto" else None
+        )
+        size = size or (killed.dataset if killed is not None else None) or self._measured_size
+        if start.phase != "begin":
+            size = self.record.starts[-1].dataset_size
+        steps, samples = count_trained(rows, start.batch // world_size(self.task))
+        world = world_size(self.task)
+        observation = Rehearsed(
+            phase=start.phase, batch=start.batch, length=start.length, whole=_samples_of_length(self.task, start.length, size),
+            ended="ended", seconds=time.time() - attempt.plan_path.stat().st_mtime, steps=steps, samples=samples * world,
+            first_lr=rows[0].get("lr") if rows else None, dataset_size=size,
+            rates=learning_rate_curve(rows, start.batch),
+            schedule=observed_schedule(rows, after=killed.steps if killed is not None else 0),
+        )  # fmt: skip
+        if killed is not None and start.phase == "begin":
+            rows_before = [row for row in rows if row["step"] <= killed.steps]
+            saved = count_trained(rows_before, start.batch // world)[1] * world
+            observation = observation.model_copy(
+                update={"saved_steps": killed.steps, "saved_samples": saved, **learning_rates(rows, killed.steps)}
+            )
+        ending = _describe_ending(attempt, reason, killed=killed is not None and killed.killed)
+        if not steps and "why" not in ending:
+            ending["why"] = training.last_script_line(self.run.log_path(self.task.id, number))
+        return observation.model_copy(update=ending)
+
+    @property
+    def _measured_size(self) -> int | None:
+        measured = (result.dataset_size for result in self.run.read().results if isinstance(result, Measured))
+        return next(measured, None)
+
+    def _copy_checkpoints(self, start: RehearsalStart, observation: Rehearsed) -> None:
+        """Give those that go on from the checkpoint a folder each: what was killed, and a copy of it."""
+        if start.phase != "begin" or not _is_usable(observation):
+            return
+        folder = self.files.folder(self.task.id)
+        for phase in ("same", "half"):
+            shutil.rmtree(folder / phase, ignore_errors=True)
+        shutil.copytree(start.out, folder / "half", ignore_dangling_symlinks=True)
+        Path(start.out).rename(folder / "same")
+
+    def _with_verdict(self, record: Rehearsal) -> Rehearsal:
+        """Return it with its verdict; the script's files are of no more use."""
+        shutil.rmtree(self.files.folder(self.task.id), ignore_errors=True)
+        begin = next(start for start in reversed(record.starts) if start.phase == "begin")
+        lr_placeholders = {"lr", "lr_factor"} & script_of(self.task.spec).placeholders
+        spec, half = self.task.spec, begin.batch // 2
+        ratio = lr_scale(spec, half) / lr_scale(spec, begin.batch) if lr_placeholders and half else None
+        judgement = judge_resume_test(record.starts, lr_ratio=ratio)
+        return record.model_copy(
+            update={
+                "verdict": judgement.verdict,
+                "told": judgement.told,
+                "faults": judgement.faults,
+                "over_at": time.time(),
+            }
+        )
+
+    def endless_reason(self, start: RehearsalStart, attempt: ScriptAttempt) -> ExitReason | None:
+        """Return why a start that goes on from the checkpoint is to be ended: it has trained twice what was left."""
+        if start.phase == "begin" or (beat := attempt.heartbeat(0)) is None:
+            return None
+        begin = next(start_ for start_ in reversed(self.record.starts) if start_.phase == "begin")
+        if begin.whole is None:
+            return None
+        remaining = begin.whole - (begin.saved_samples or 0)
+        if beat.step * start.batch <= ENDLESS_RATIO * remaining + 4 * begin.batch:
+            return None
+        return ExitReason("cancelled", "it trains more than twice what was left")
+
+
+def _is_usable(begin: Rehearsed) -> bool:
+    """Return whether there is a checkpoint with something left to train after it."""
+    if begin.saved_samples is None or begin.ended == "failed":
+        return False
+    return begin.ended != "ended" or begin.whole is None or begin.whole - begin.saved_samples > 2 * begin.batch
+
+
+def _samples_of_length(task: RehearsalTask, length: Length, size: int | None) -> int | None:
+    script = script_of(task.spec).model_copy(update={"length": length})
+    requested = section.samples_asked(script)
+    if requested is not None:
+        return requested
+    return None if size is None else section.samples(script, size)
+
+
+def _describe_ending(attempt: ScriptAttempt, reason: ExitReason, *, killed: bool) -> dict[str, Any]:
+    """Return how a start has ended, and of what failed the line that says why."""
+    if killed:
+        return {"ended": "killed"}
+    if reason.outcome is None:
+        return {"ended": "ended"}
+    if reason.outcome == "cancelled":
+        return {"ended": "cut"}
+    failure = next((failure_ for failure_ in attempt.failures() if failure_.where == "script"), None)
+    if failure is None:
+        return {"ended": "failed", "outcome": reason.outcome, "why": reason.message}
+    return {
+        "ended": "failed",
+        "outcome": reason.outcome,
+        "error": failure.error,
+        "why": error_line(failure.text, failure.error),
+    }

@@ -1,0 +1,561 @@
+"""The partitions, accounts, QOS, node features and reservations of a SLURM site, and a job file to match."""
+
+import json
+import math
+import os
+import pwd
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from tula_cli.cluster.slurm.allocations import parse_record
+from tula_cli.cluster.slurm.command import CommandResult, call_slurm
+from tula_cli.cluster.slurm.queue import RESERVATIONS, maintenance_windows
+from tula_cli.spec.sections import FEWEST_WORKERS
+from tula_cli.spec.slurm_options import ROOM
+from tula_cli.words import plural
+
+# --- Partitions and accounts
+#
+# Only fields asked for by name are read, which SLURM 20.11 to 24.11 print alike. A scheduler that is not there, hangs, or
+# says what nobody understands has told nothing; none of it raises an error.
+
+COMMAND_TIMEOUT = 10.0
+"""Seconds that a command of SLURM gets: what it tells is a help, not a need."""
+
+_UNUSABLE = (
+    "down", "drain", "drained", "draining", "fail", "failing", "error", "future", "inval", "unknown",
+    "maint", "reserved", "reboot", "powering_down", "not_responding",
+)  # fmt: skip
+_STATE_SUFFIXES = "*$^%"
+"""Suffixes of the states of nodes that do not respond, are in a maintenance window, reboot or are being switched off."""
+SINFO = ("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G|%N")
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of one node; `type` as the site calls it, empty where it does not tell types apart."""
+
+    type: str
+    count: int
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of a partition that are alike."""
+
+    nodes: int  # that can run a job: those that are down or drained do not count
+    cpus: int  # that a job can have
+    memory: int  # MB that a job can have
+    gpus: tuple[Gpus, ...]  # the most numerous first
+    limited_memory: bool = False  # a job may not ask for all memory of a node, which is more
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition; the kind with the most nodes first, kinds with GPUs before those without."""
+
+    name: str
+    default: bool
+    up: bool
+    minutes: int | None  # None: as long as one likes
+    most_nodes: int | None  # of one job; None: no limit but the partition's size
+    kinds: tuple[NodeKind, ...]
+    least_nodes: int = 1  # of one job
+
+    @property
+    def nodes(self) -> int:
+        """Return how many of its nodes can run a job."""
+        return sum(kind.nodes for kind in self.kinds)
+
+    @property
+    def usable(self) -> int:
+        """Return the most nodes that one job can have."""
+        return self.nodes if self.most_nodes is None else min(self.nodes, self.most_nodes)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the scheduler tells of a site."""
+
+    partitions: tuple[Partition, ...]
+    accounts: tuple[str, ...]  # the user's, as far as accounting knows any
+
+    @property
+    def default(self) -> Partition | None:
+        """Return the partition that jobs go to which name none."""
+        named = [partition for partition in self.partitions if partition.default]
+        return named[0] if named else self.partitions[0] if len(self.partitions) == 1 else None
+
+
+# --- asking
+
+
+def ask_site() -> Site | None:
+    """Ask the scheduler; None where there is none, or it does not answer."""
+    partitions = list_partitions()
+    return Site(partitions, list_accounts()) if partitions else None
+
+
+def list_partitions() -> tuple[Partition, ...]:
+    """Return the partitions in sinfo's order; none where nothing answers."""
+    return ask_partitions(_output_of)
+
+
+def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
+    """Return the partitions in sinfo's order, with what a job can have of their nodes as far as scontrol reports it.
+
+    Args:
+        answer: calls a command and returns what it printed; nothing where it fails.
+    """
+    rows = answer(*SINFO)
+    if not rows:
+        return ()
+    nodes = sorted({_first_host(names) for *_, names in _split_rows(rows) if names})  # one of each kind
+    return parse_partitions(
+        rows,
+        nodes=_parse_records(answer("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
+        limits=_parse_records(answer("scontrol", "--oneliner", "show", "partition")),
+        site=dict(re.findall(r"^(MaxMemPer\w+) *= (\S+)", answer("scontrol", "show", "config"), re.MULTILINE)),
+    )
+
+
+def list_accounts() -> tuple[str, ...]:
+    """Return the accounts that the user may charge; none where there is no accounting."""
+    user = pwd.getpwuid(os.getuid()).pw_name
+    form = "format=Account"
+    output = _output_of("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", form)
+    return tuple(dict.fromkeys(line.split("|")[0] for line in output.splitlines() if line.split("|")[0]))
+
+
+def allocated_hosts(job_id: str) -> tuple[str, ...]:
+    """Return the hosts of a job that runs or has ended lately; none where nothing knows them."""
+    output = _output_of("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
+    if not output:
+        output = _output_of(
+            "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=NodeList"
+        )
+    names = output.splitlines()[-1].strip() if output else ""
+    if not names or names.startswith(("(", "None")):
+        return ()
+    return tuple(_output_of("scontrol", "show", "hostnames", names).split())
+
+
+def _output_of(*command: str) -> str:
+    """Return what a command printed; nothing where it failed, hangs or is not there."""
+    answer = call_slurm(*command, patience=COMMAND_TIMEOUT)
+    return answer.text if answer.ok else ""
+
+
+# --- understanding
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+Record = Mapping[str, str]
+"""A line of `scontrol --oneliner show`: the fields by their names."""
+
+
+def parse_partitions(
+    text: str, *, nodes: Mapping[str, Record] = _NONE, limits: Mapping[str, Record] = _NONE, site: Record = _NONE
+) -> tuple[Partition, ...]:
+    """Return the partitions in rows of sinfo (partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES, names).
+
+    A partition has a row for each kind and state of nodes; a row that does not parse is left out.
+
+    Args:
+        text: what `SINFO` printed; older records have no names.
+        nodes: scontrol's records of a node of each row, by name.
+        limits: those of the partitions, by name.
+        site: limits of memory that hold where a partition has none.
+    """
+    rows: dict[str, list[list[str]]] = {}
+    for fields in _split_rows(text):
+        rows.setdefault(fields[0], []).append(fields)
+    return tuple(
+        _parse_partition(name, fields, nodes, _partition_limits(limits.get(name.rstrip("*"), {}), site))
+        for name, fields in rows.items()
+    )
+
+
+def _split_rows(text: str) -> list[list[str]]:
+    rows = [[field.strip() for field in line.split("|", 9)] for line in text.splitlines()]
+    return [[*row, ""][:10] for row in rows if len(row) in (9, 10) and row[0] and row[4].isdigit()]
+
+
+def _parse_records(text: str) -> dict[str, Record]:
+    """Return the lines of `scontrol --oneliner show` by the name that stands first in each."""
+    records = [parse_record(line) for line in text.splitlines()]
+    return {next(iter(record.values())): record for record in records if record}
+
+
+def _partition_limits(partition: Record, site: Record) -> Record:
+    """Return the limits of a partition that are numbers; those of the site's memory hold where it has none of its own."""
+    limits, site_limits = (
+        {name: n for name, n in record.items() if n.isdigit() and n != "0"} for record in (partition, site)
+    )
+    return limits if any(name.startswith("MaxMemPer") for name in limits) else {**site_limits, **limits}
+
+
+def _first_host(names: str) -> str:
+    """Return node001 of "node[001-004,007],other"."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", names)[0])
+
+
+def _parse_partition(name: str, rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> Partition:
+    _, available, limit, size, *_ = rows[0]
+    return Partition(
+        name=name.rstrip("*"),
+        default=name.endswith("*"),
+        up=available.lower() == "up",
+        minutes=parse_minutes(limit),
+        most_nodes=_max_nodes(size),
+        kinds=tuple(_parse_kinds(rows, nodes, limits)),
+        least_nodes=max(1, _leading_number(size)) if "-" in size else 1,
+    )
+
+
+def _parse_kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> list[NodeKind]:
+    """Return the kinds of nodes, those in different states put together."""
+    counts: dict[NodeKind, int] = {}
+    for *_, count, state, cpus, memory, gres, names in rows:
+        if _can_run(state):
+            whole = NodeKind(0, _leading_number(cpus), _leading_number(memory), parse_gres(gres))
+            kind = _usable_part(whole, nodes.get(_first_host(names), {}), limits)
+            counts[kind] = counts.get(kind, 0) + int(count)
+    kinds = [replace(kind, nodes=count) for kind, count in counts.items() if count]
+    return sorted(kinds, key=lambda kind: (not kind.gpus, -kind.nodes))
+
+
+def _usable_part(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
+    """Return what one job can have of a node: without what the system keeps, and within the partition's limits.
+
+    Args:
+        kind: the whole node.
+        node: scontrol's record of it; empty where nothing is known.
+        limits: of the partition, as far as there are any.
+    """
+    threads = _leading_number(node.get("ThreadsPerCore", "")) or 1
+    specialised = (
+        len(_expand_ranges(node.get("CPUSpecList", ""))) or _leading_number(node.get("CoreSpecCount", "")) * threads
+    )
+    cpus = _leading_number(node.get("CPUEfctv", "")) or kind.cpus - specialised
+    cpus = min(cpus, int(limits.get("MaxCPUsPerNode", cpus)))
+    if "MaxCPUsPerSocket" in limits:
+        cpus = min(cpus, int(limits["MaxCPUsPerSocket"]) * (_leading_number(node.get("Sockets", "")) or 1))
+    memory = kind.memory - _leading_number(node.get("MemSpecLimit", ""))
+    ranks = max(1, min(kind.gpus[0].count if kind.gpus else 1, cpus))
+    asked_cpus = cpus // ranks * ranks
+    most = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * asked_cpus or memory
+    return replace(kind, cpus=cpus, memory=min(memory, most), limited_memory=most < memory)
+
+
+def _expand_ranges(ranges: str) -> list[int]:
+    """Return 0, 1, 4 and 5 of "0-1,4,5"."""
+    pairs = [range_text.partition("-") for range_text in ranges.split(",") if re.fullmatch(r"\d+(-\d+)?", range_text)]
+    return [number for lower, _, upper in pairs for number in range(int(lower), int(upper or lower) + 1)]
+
+
+def _can_run(state: str) -> bool:
+    """Return whether a node in this state runs jobs, now or when those before are done; "~" is one that is switched off."""
+    state_words = re.split(r"[^a-z_]", state.lower())
+    return state[-1:] not in _STATE_SUFFIXES and not set(state_words) & set(_UNUSABLE)
+
+
+def _leading_number(text: str) -> int:
+    """Return 16 of "16+", which sinfo writes where nodes differ; 0 of "N/A", "(null)" and the like."""
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0
+
+
+def _max_nodes(size: str) -> int | None:
+    """Return the upper end of "1-infinite", "1-2" or "4"."""
+    upper = size.rpartition("-")[2]
+    return int(upper) if upper.isdigit() else None
+
+
+def parse_minutes(limit: str) -> int | None:
+    """Return the whole minutes of a time limit ([days-]hours:minutes:seconds, or less of it); None where there is none."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
+    if not match:
+        return None
+    days, second_last, second, third = (int(number) if number else None for number in match.groups())
+    assert second_last is not None
+    if days is not None or third is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+        return 1440 * (days or 0) + 60 * second_last + (second or 0)
+    return second_last  # minutes[:seconds]
+
+
+def parse_gres(text: str) -> tuple[Gpus, ...]:
+    """Return the GPUs among a node's generic resources: "gpu:4", "gpu:a100:4(S:0-1),gpu:v100:2", "(null)"."""
+    found = []
+    for entry in re.sub(r"\([^)]*\)", "", text).split(","):
+        name, *fields = entry.strip().split(":")
+        if name == "gpu":
+            count = fields.pop() if fields and re.fullmatch(r"\d+", fields[-1]) else "1"
+            kinds = [field for field in fields if field != "no_consume"]
+            found.append(Gpus(kinds[0] if kinds else "", int(count)))
+    return tuple(sorted((gpus for gpus in found if gpus.count), key=lambda gpus: -gpus.count))
+
+
+# --- a job spec to match
+
+
+@dataclass(frozen=True)
+class TemplateLine:
+    """A line of a job spec: `value` as YAML, the comment beside it, and comment lines below."""
+
+    key: str  # "cluster.slurm.partition"
+    value: str
+    why: str = ""
+    below: tuple[str, ...] = ()
+
+
+def fill_template(template: str, site: Site) -> str:
+    """Return the template with what the scheduler tells in place of its settings, commented out or not."""
+    return write_settings(template, site_settings(site))
+
+
+def write_settings(template: str, settings: Iterable[TemplateLine]) -> str:
+    """Return a job file with other lines at some of its keys, commented out or not."""
+    lines = template.splitlines()
+    for setting in settings:
+        number, indent = _find(lines, setting.key)
+        name = setting.key.rpartition(".")[2]
+        why = f" # {setting.why}" if setting.why else ""
+        lines[number : number + 1] = [
+            f"{indent}{name}: {setting.value}{why}" if setting.value else lines[number],
+            *(f"{indent}# {text}" for text in setting.below),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+_LINE = re.compile(r"^(?P<indent> *)(?P<off># )?(?P<key>[a-z_]+):(?P<rest>.*)$")
+
+
+def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
+    """Return the number of the line that sets a key, or would if it were no comment, and its indentation."""
+    path: list[tuple[int, str]] = []  # sections that are open: indentation, name
+    for number, line in enumerate(lines):
+        if not (match := _LINE.match(line)):
+            continue
+        depth = len(match["indent"])
+        path = [section for section in path if section[0] < depth]
+        if ".".join([*(name for _, name in path), match["key"]]) == key:
+            return number, match["indent"]
+        if not match["off"] and not match["rest"].partition("#")[0].strip():
+            path.append((depth, match["key"]))
+    raise AssertionError(f"the template has no line for {key}")
+
+
+def site_settings(site: Site) -> Iterator[TemplateLine]:
+    """Yield what a job spec says on this site: for its default partition, with the others as comments."""
+    own = site.default
+    other_partitions = tuple(describe_partition(partition) for partition in site.partitions if partition is not own)
+    below = ("others:", *(f"  {line}" for line in other_partitions)) if other_partitions else ()
+    if own is None:
+        yield TemplateLine("cluster.slurm.partition", "", below=("none is the default here; name one of:", *below[1:]))
+    else:
+        yield TemplateLine(
+            "cluster.slurm.partition", quote_word(own.name), f"the default: {_describe_size(own)}", below
+        )
+        yield from _size_settings(own)
+    if len(site.accounts) == 1:
+        yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), "your only one")
+    elif site.accounts:
+        yield TemplateLine("cluster.slurm.account", "", below=(f"yours: {', '.join(site.accounts)}",))
+
+
+def _size_settings(partition: Partition) -> Iterator[TemplateLine]:
+    if partition.kinds:
+        yield from _node_settings(partition.kinds[0])
+    yield from measuring_settings(suggested_nodes(partition), _measuring_minutes(partition))
+    limit = partition.minutes
+    if limit is not None and limit < _MINUTES:
+        comment = "time limit of a training job, the most here; a longer training goes on in the next one"
+        yield TemplateLine("cluster.slurm.minutes", str(limit), comment)
+
+
+def measuring_settings(nodes: Sequence[int], minutes: int, why: str = "") -> Iterator[TemplateLine]:
+    """Yield which numbers of nodes are measured, for how many minutes each, and what all of it may cost."""
+    yield TemplateLine("search.nodes", f"[{', '.join(map(str, nodes))}]", why)
+    yield TemplateLine(
+        "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
+    )
+    hours = sum(nodes) * (minutes + ROOM) / 60
+    cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
+    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
+    comment = f"of all measuring jobs together: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
+    yield TemplateLine("search.max_node_hours", f"{cap:g}", comment)
+
+
+_MINUTES = 120  # of a training job, where the partition allows as much
+_JOB_MINUTES = 20  # of a measuring job, likewise
+_NODES = (2, 4, 8, 16)
+
+
+def suggested_nodes(partition: Partition) -> tuple[int, ...]:
+    """Return the numbers of nodes to measure: powers of two up to the partition's size, one node where it is small."""
+    alike = partition.kinds[0].nodes if partition.kinds else 1
+    most = min(alike, partition.usable or 1)
+    least = partition.least_nodes
+    choices = tuple(nodes for nodes in _NODES if least <= nodes <= most)
+    return choices if len(choices) > 1 or least > 1 else (1, *choices)
+
+
+def _measuring_minutes(partition: Partition) -> int:
+    if partition.minutes is None:
+        return _JOB_MINUTES
+    return max(1, min(_JOB_MINUTES, partition.minutes - ROOM))
+
+
+def _node_settings(kind: NodeKind) -> Iterator[TemplateLine]:
+    """Yield how a node's GPUs, processors and memory are asked for: all of them, for whole nodes are used."""
+    gpus = kind.gpus[0] if kind.gpus else Gpus("", 1)
+    ranks = min(gpus.count, kind.cpus or gpus.count)
+    cpus = max(1, kind.cpus // ranks)
+    if kind.gpus:
+        why = "" if ranks == gpus.count else f"of {gpus.count}: a job can have {plural(kind.cpus, 'CPU')} of a node"
+        yield TemplateLine("cluster.gpus_per_node", str(ranks), why)
+    else:
+        yield TemplateLine("cluster.device", "cpu", "the partition's nodes have no GPUs")
+    if gpus.type:
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(gpus.type))
+    yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus), f"a rank; a node has {kind.cpus}")
+    if cpus <= FEWEST_WORKERS:
+        yield TemplateLine(
+            "train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs"
+        )
+    if kind.limited_memory:
+        yield TemplateLine("cluster.slurm.memory", f"{kind.memory}M", "a node; the most that a job can have here")
+    elif kind.memory:
+        yield TemplateLine("cluster.slurm.memory", '"0"', f"a node; 0 is all it has, {kind.memory} MB")
+
+
+def describe_partition(partition: Partition) -> str:
+    """Return a partition in a line: its name, nodes, GPUs and time limit."""
+    return f"{partition.name}: {_describe_size(partition)}"
+
+
+def _describe_size(partition: Partition) -> str:
+    kinds = " and ".join(_describe_kind(kind) for kind in partition.kinds) or "no node that can run a job"
+    most = partition.most_nodes
+    at_most = f", at most {most} a job" if most is not None and most < partition.nodes else ""
+    limit = "no time limit" if partition.minutes is None else f"at most {_describe_minutes(partition.minutes)}"
+    return f"{kinds}{at_most}, {limit}{'' if partition.up else ', not up'}"
+
+
+def _describe_kind(kind: NodeKind) -> str:
+    gpus = " + ".join(" ".join([str(gpus.count), *filter(None, [gpus.type]), "GPUs"]) for gpus in kind.gpus)
+    return f"{plural(kind.nodes)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
+
+
+def _describe_minutes(minutes: int) -> str:
+    for unit, length in (("days", 1440), ("h", 60)):
+        if minutes >= 2 * length:
+            return f"{minutes / length:.3g} {unit}"
+    return f"{minutes} min"
+
+
+def quote_word(text: str) -> str:
+    """Return a name as YAML takes it for a word, quoted where it could be something else."""
+    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", text)
+    reserved = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "none")
+    return text if plain and text.lower() not in reserved else json.dumps(text)
+
+
+def partitions_with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
+    """Return the partitions that have a GPU and are up."""
+    return [partition for partition in partitions if partition.up and any(kind.gpus for kind in partition.kinds)]
+
+
+# --- QOS, features and reservations
+
+Call = Callable[..., CommandResult]
+ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
+"""What tells the QOS of a site, a line each, the name first."""
+ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
+"""What tells the names of all partitions, also of those that are hidden, or not for this user."""
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """What is known of a site; None is what nothing tells."""
+
+    partitions: tuple[Partition, ...]
+    silent: Mapping[str, str]  # command -> what it complains of: it is not there, hangs, or fails
+    qos: Mapping[str, int | None] | None = None  # name -> the longest job, minutes; None: as long as one likes
+    accounts: tuple[str, ...] | None = None  # all of the site's
+    features: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of the nodes, by partition
+    reservations: tuple[str, ...] | None = None
+    maintenance: tuple[tuple[float, float], ...] = ()  # begin and end (Unix times) of the windows, the first one first
+    all_partitions: tuple[str, ...] | None = None  # by name, also those that are hidden, or not for this user
+
+    @property
+    def answers(self) -> bool:
+        """Whether the controller answers at all."""
+        return bool(self.partitions)
+
+
+def ask_site_facts(ask: Call = call_slurm) -> SiteFacts:
+    """Ask every command of SLURM that tula uses, each with little patience; nothing is submitted.
+
+    Args:
+        ask: what calls a command; tests give one of their own.
+    """
+    silent: dict[str, str] = {}
+
+    def told(*command: str) -> str | None:
+        answer = ask(*command, patience=COMMAND_TIMEOUT)
+        if not answer.ok:
+            silent.setdefault(command[0], answer.complaint.splitlines()[-1] if answer.complaint else "it says nothing")
+        return answer.text if answer.ok else None
+
+    told("sbatch", "--version")
+    told("squeue", "--noheader", f"--user={pwd.getpwuid(os.getuid()).pw_name}", "--format=%i")
+    told("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now", "--format=JobID")
+    partitions = ask_partitions(lambda *command: told(*command) or "")
+    if not partitions:
+        silent.setdefault("sinfo", "it tells of no partition")
+        return SiteFacts((), silent)
+    return SiteFacts(
+        partitions,
+        silent,
+        qos=_parse_qos(told(*ALL_QOS)),
+        accounts=first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
+        features=_parse_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
+        reservations=_parse_reservations(reservations := told(*RESERVATIONS)),
+        maintenance=tuple(maintenance_windows(reservations or "")),
+        all_partitions=first_fields(told(*ALL_PARTITIONS)),
+    )
+
+
+def _parse_qos(text: str | None) -> dict[str, int | None] | None:
+    rows = [line.split("|") for line in (text or "").splitlines() if "|" in line]
+    return {name: parse_minutes(limit) for name, limit, *_ in rows if name} or None
+
+
+def first_fields(text: str | None) -> tuple[str, ...] | None:
+    """Return the first field of each line, each once; None where there is none."""
+    return (
+        tuple(dict.fromkeys(name for line in (text or "").splitlines() if (name := line.split("|")[0].strip()))) or None
+    )
+
+
+def _parse_features(text: str) -> dict[str, frozenset[str]]:
+    features_by_partition: dict[str, frozenset[str]] = {}
+    for line in text.splitlines():
+        name, _, feature_text = line.strip().partition("|")
+        features = frozenset(
+            feature.strip() for feature in feature_text.split(",") if feature.strip() not in ("", "(null)")
+        )
+        features_by_partition[name.rstrip("*")] = features_by_partition.get(name.rstrip("*"), frozenset()) | features
+    return features_by_partition
+
+
+def _parse_reservations(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    fields = [field for line in text.splitlines() for field in line.split()]
+    return tuple(field.removeprefix("ReservationName=") for field in fields if field.startswith("ReservationName="))

@@ -1,1 +1,0 @@
-"""What is done where a job must not simply go on."""

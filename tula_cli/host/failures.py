@@ -1,0 +1,865 @@
+"""Failure kinds, the messages by which they are recognised, and the classification of an ended process."""
+
+import re
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, StorageFailed, TulaError
+from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.jobs import Failure
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import Cluster
+
+# --- The table of failure kinds
+#
+# Relaunches, chains, the commands that wait for a job and the table in docs/commands.md use it. The texts by which a failure is
+# classified are in `outcome.FAILURE_PATTERNS`: several rows per class, in an order that decides.
+
+Next = Literal[
+    "processes",
+    "paused",
+    "outwaited",
+    "once more",
+    "elsewhere",
+    "next job",
+    "more nodes",
+    "less memory",
+    "fewer loaders",
+    "held",
+    "lower rate",
+    "user",
+    "nothing",
+]
+"""The next step after a failure of a training."""
+
+NEXT_WORDS: dict[Next, str] = {
+    "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",
+    "paused": "new processes after a pause, at most `train.max_attempts` times without a newer checkpoint",
+    "outwaited": "new processes after a pause; after `train.max_attempts` of them in one job without a newer checkpoint the next job of the chain,"
+    " 10 to 30 minutes later; it ends where there is none",
+    "once more": "new processes; the same without a newer checkpoint is then the user's code's",
+    "elsewhere": "the next job of the chain, on other nodes, or new processes on one machine; at most `train.max_attempts` times"
+    " without a newer checkpoint",
+    "next job": "the next job of the chain, from the newest checkpoint",
+    "more nodes": "the same job where it has the nodes, else the first job of the chain that has",
+    "less memory": "new processes with smaller micro-batches, or a smaller batch; ends where nothing takes less",
+    "fewer loaders": "new processes with fewer loader processes; ends where there are none to spare",
+    "held": "it ends, and the other jobs of the chain are held until `tula train` finds room",
+    "lower rate": "a batch that grows (`train.ramp`) restarts once, from the checkpoint before, with half the factor of its learning rate;"
+    " otherwise it ends, and the other jobs of the chain are taken out of the queue",
+    "user": "after its first step the next job of the chain, or new processes, once; the same without a newer checkpoint, or an end"
+    " before the first step, ends it, and the other jobs of the chain are taken out of the queue",
+    "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
+}
+"""The same as docs/commands.md tells it."""
+
+
+@dataclass(frozen=True)
+class FailureKind:
+    """A class of failure.
+
+    Args:
+        means: in words.
+        error: what the command that waits for the job exits with, once nothing follows: its exit code and `error.code`.
+        follows: what tula does next.
+        advice: what the user can do; one line, with {minutes} and {more_memory} for what the scheduler's jobs can be asked for.
+        for_script: the same for a script of the user's own, which has no model, optimizer ... in its job; empty: the same words.
+        severity: of several ranks' failures that with the lowest is the root of the others.
+        names_host: whether the failure is about the node, so that messages about it name the node.
+        final_if_again: whether the same at once again, without progress, ends a training: a third start would come to it too.
+    """
+
+    means: str
+    error: type[TulaError]
+    follows: Next
+    advice: str
+    for_script: str = ""
+    severity: int = 1
+    names_host: bool = False
+    final_if_again: bool = False
+
+    def advice_for(self, cluster: Cluster, *, script: bool = False) -> str:
+        """Return what the user can do, by the settings that the jobs' scheduler has."""
+        advice = self.for_script if script and self.for_script else self.advice
+        return advice.format(minutes=cluster.minutes_setting, more_memory=cluster.more_memory)
+
+
+FAILURE_KINDS: dict[OutcomeClass, FailureKind] = {
+    "device_oom": FailureKind(
+        "a GPU, or a rank on CPUs, was out of memory",
+        OutOfMemoryAtMinimum,
+        "less memory",
+        LESS_MEMORY,
+        LESS_MEMORY_FOR_SCRIPT,
+        severity=0,
+    ),
+    "host_oom": FailureKind(
+        "a node's own memory was used up",
+        JobFailed,
+        "fewer loaders",
+        "the node's own memory ran out: lower train.workers, or {more_memory}",
+        "the node's own memory ran out: lower the script's loader workers (train.workers where its command has {{workers}}), or"
+        " {more_memory}",
+        severity=0,
+    ),
+    "user": FailureKind(
+        "the model, the data, the script or the spec failed",
+        JobFailed,
+        "user",
+        "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
+        "correct the script or its section and run the same command again; tula logs shows what the script wrote",
+    ),
+    "diverged": FailureKind(
+        "loss or weights were not finite, or the loss of a batch that grows rose and stayed high",
+        Diverged,
+        "lower rate",
+        "the same command diverges again: set a lower train.max_lr_factor (where the learning rate grows with the batch),"
+        " lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
+        " or compute with train.precision fp32 or bf16",
+        "the same command diverges again: set a lower script.reference.lr, or where the command has no {{lr}} a lower learning"
+        " rate in the script; lengthen the script's warm-up, clip its gradients, or compute in fp32 or bf16 there",
+    ),
+    "device_fault": FailureKind(
+        "a device or a node was faulty",
+        DeviceFault,
+        "elsewhere",
+        "a node or one of its GPUs is faulty: tell the administrators; the same command goes on from the newest"
+        " checkpoint",
+        severity=0,
+        names_host=True,
+    ),
+    "device_error": FailureKind(
+        "a GPU refused what a kernel did",
+        JobFailed,
+        "once more",
+        "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
+        "a GPU refused what a kernel did: if it does so again and on another node, the script or a library is wrong",
+        names_host=True,
+    ),
+    "disk": FailureKind(
+        "no space, no quota or no more files where the run lies, or where the job writes",
+        DiskFull,
+        "held",
+        "free some space (or quota) and run the same command again: it goes on from the newest checkpoint, and lets held"
+        " jobs go",
+    ),
+    "storage": FailureKind(
+        "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",
+        StorageFailed,
+        "outwaited",
+        "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
+        names_host=True,
+    ),
+    "supervisor": FailureKind(
+        "tula's own supervisor failed",
+        TulaError,
+        "next job",
+        "this is a defect of tula, or its run directory was changed: please report it with what tula logs shows; the same"
+        " command goes on from the newest checkpoint",
+        names_host=True,
+        final_if_again=True,
+    ),
+    "hung": FailureKind(
+        "a step of a rank came to no end, though its process lived",
+        JobFailed,
+        "processes",
+        "tula logs shows the stack of the rank that hung: what it waits for there (data, a lock, a file system) is the cause;"
+        " the same command goes on from the newest checkpoint",
+        names_host=True,
+    ),
+    "host_limit": FailureKind(
+        "a limit of the node was reached (open files, processes, threads)",
+        JobFailed,
+        "paused",
+        "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower"
+        " train.workers; the same command goes on from the newest checkpoint",
+        "raise the limit on the nodes (ulimit -n for open files, ulimit -u for processes), or lower the script's loader workers"
+        " (train.workers where its command has {{workers}}); the same command goes on from the newest checkpoint",
+        names_host=True,
+        final_if_again=True,
+    ),
+    "port": FailureKind("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
+    "cancelled": FailureKind(
+        "cancelled (tula cancel, scancel), or its time was up",
+        JobFailed,
+        "nothing",
+        "the job was cancelled; the same command starts what is missing",
+    ),
+    "time_limit": FailureKind(
+        "the time limit was reached",
+        JobFailed,
+        "next job",
+        "the same command goes on from the newest checkpoint; raise {minutes} if too little fits in",
+    ),
+    "preempted": FailureKind(
+        "the scheduler gave the nodes to another job",
+        JobFailed,
+        "next job",
+        "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
+    ),
+    "node_failure": FailureKind(
+        "a node was lost",
+        JobFailed,
+        "next job",
+        "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
+    ),
+    "stage_end": FailureKind(
+        "the next stage of train.ramp has more nodes",
+        JobFailed,
+        "more nodes",
+        "the next stage of a batch that grows has more nodes; the same command goes on there",
+    ),
+    "unknown": FailureKind(
+        "nothing tells what it was",
+        JobFailed,
+        "processes",
+        "tula logs shows what the job wrote",
+        severity=2,
+        final_if_again=True,
+    ),
+    "signal": FailureKind(
+        "a process was killed",
+        JobFailed,
+        "processes",
+        "the job was killed from outside; the same command continues it",
+        severity=3,
+        final_if_again=True,
+    ),
+    "peer": FailureKind(
+        "a rank was lost, and no log says why",
+        JobFailed,
+        "processes",
+        "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
+        severity=4,
+    ),
+}
+"""In the order of what is looked for, roughly: what is the user's, what is the machine's, what is the scheduler's."""
+
+
+# --- Messages of drivers about faulty devices and nodes, and about kernels that fail
+
+_API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
+"""How torch, Triton, NCCL and RCCL begin what the runtime of a device has told them, with its number or none."""
+
+NO_GPU = (
+    "no GPU is to be seen: does the job ask for GPUs (on SLURM: cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
+    (r"\bNo (?:CUDA|HIP) GPUs are available\b", r"\bFound no NVIDIA driver on your system\b", r"\bno (?:CUDA|ROCm)-capable device is detected\b",
+     r"\b(?:cudaErrorNoDevice|hipErrorNoDevice|CUDA_ERROR_NO_DEVICE)\b", r"^(?:tula_cli\.errors\.)?NoGpu\b"),
+)  # fmt: skip
+
+DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "the memory of a GPU or of the node has failed: tell the administrators, who can drain the node",
+        (r"(?i:\buncorrectable (?:ECC|memory) error\b)", r"(?i:\bECC_?UNCORRECTABLE\b)", r"\bcudaErrorECCUncorrectable\b",
+         r"\bhipErrorECCNotCorrectable\b", r"\bCUDA_ERROR_ECC_UNCORRECTABLE\b"),
+    ),
+    (
+        "a link between GPUs has failed: tell the administrators, who can drain the node",
+        (r"\buncorrectable NVLink error\b", r"\bInvalid access of peer GPU memory over nvlink or a hardware error\b",
+         r"(?i:\b(?:cudaError|CUDA_ERROR_)Nvlink_?Uncorrectable\b)"),
+    ),
+    (
+        "a GPU is gone: tell the administrators; nvidia-smi -q and dmesg tell more",
+        # Xids of the hardware and of the link to it; those that a program causes are DEVICE_ERRORS.
+        (r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
+         r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _API + r"\bunknown error\b",
+         r"\bCUDA unknown error\b", r"\bNVML(?:Error)?\b[^\n]{0,30}\bUnknown Error\b", r"\bNVMLError_(?:Unknown|GpuIsLost|GPU_IS_LOST)\b",
+         r"\bUnable to determine the device handle for \w+\b",
+         r"\bGPU requires (?:a )?reset\b", r"\bamdgpu\b[^\n]*\b(?:GPU reset|ring \w+ timeout|uncorrectable)\b",
+         _API + r"\boperation cannot be performed in the present state\b",
+         r"\b(?:cudaErrorIllegalState|hipErrorIllegalState|CUDA_ERROR_ILLEGAL_STATE)\b",
+         r"\b(?:cudaErrorUnknown|hipErrorUnknown|CUDA_ERROR_UNKNOWN)\b"),
+    ),
+    (
+        "another process holds the GPU, or it is in exclusive mode: nvidia-smi shows who",
+        (r"\bdevice(?:\(s\)|s)? (?:is/are|is|are) busy or unavailable\b", r"\bcudaErrorDevices?Unavailable\b",
+         r"\bCUDA_ERROR_DEVICE_UNAVAILABLE\b"),
+    ),
+    (
+        "the node's GPUs are not set up yet: its fabric manager has to run (nvidia-fabricmanager)",
+        (r"\bError 802:", r"\bsystem not yet initialized\b",
+         r"\b(?:cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY)\b"),
+    ),
+    (
+        "the driver of the node's GPUs does not work, or its libraries are of another version: the node may need a restart",
+        (r"\bFailed to initialize NVML\b", r"\bcouldn't communicate with the NVIDIA driver\b", r"\b(?:amdgpu not found in modules|ROCk module is NOT loaded)\b", r"\bNVMLError_(?:DriverNotLoaded|LibRmVersionMismatch)\b",
+         r"\bError 80[34]:", r"\bforward compatibility was attempted on non supported HW\b",
+         r"\b(?:cudaErrorCompatNotSupportedOnDevice|CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE)\b", r"\bunsupported display driver / cuda driver combination\b",
+         r"\b(?:cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)\b",
+         r"\bDriver/library version mismatch\b"),
+    ),
+    (
+        "the MPS server of the node does not answer: it has to be restarted (nvidia-cuda-mps-control)",
+        (r"\bMPS (?:server|client|control daemon)\b[^\n]*(?:fail|not ready|terminat|exceed|reached|(?<!without )error)",
+         r"\bMPS RPC\b[^\n]*fail",
+         r"\bhardware resources required to support (?:MPS client|device)\b[^\n]*exhausted\b", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
+    ),
+    (
+        "InfiniBand may not lock enough memory: let the node's limit be unlimited (ulimit -l, memlock; for SLURM"
+        " LimitMEMLOCK of slurmd, PropagateResourceLimitsExcept=MEMLOCK)",
+        (r"\bibv_\w+[^\n]*(?:Cannot allocate memory|ENOMEM|\b(?:errno|error):? 12\b)",
+         # Not the limit's name alone: `ulimit -a` prints it, and libibverbs warns of it where all goes on.
+         r"\b(?:failed|ERROR)\b[^\n]*\b(?:max locked memory|RLIMIT_MEMLOCK)\b"),
+    ),
+    NO_GPU,  # the last: where the driver says why there is none, that is told
+)  # fmt: skip
+"""What is wrong with a node or a device, not with the program: what to do, and the vendors' words for it."""
+
+DEVICE_ERRORS = (
+    r"\b(?:an )?illegal memory access was encountered\b",
+    r"\b(?:cudaErrorIllegalAddress|hipErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS)\b",
+    r"\bunspecified launch failure\b",
+    r"\b(?:cudaErrorLaunchFailure|hipErrorLaunchFailure|CUDA_ERROR_LAUNCH_FAILED)\b",
+    _API + r"(?:\bmisaligned address|\ban illegal instruction was encountered|\binvalid program counter)",
+    r"\bhardware stack error\b",
+    r"\b(?:Memory access fault|HW Exception) by GPU\b",
+    r"\bHSA_STATUS_ERROR_(?:MEMORY_APERTURE_VIOLATION|MEMORY_FAULT|ILLEGAL_INSTRUCTION|EXCEPTION)\b",
+    r"\bXid\b[^\n]{0,40}: ?(?:13|31|43|45)\b",
+    _API + r"\b(?:the launch timed out and was terminated|operation not supported on global/shared address space)",
+    _API + r"\binvalid device ordinal\b",
+    r"\b(?:CUDNN|CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)(?:_[A-Z]+)*\b",
+    r"\bCUFFT_(?:INTERNAL_ERROR|EXEC_FAILED)\b",
+    r"\bUR_RESULT_ERROR_DEVICE_LOST\b",
+)
+"""What a wrong kernel gives, and a failing device too: only another try tells them apart."""
+
+
+# --- Messages of launchers about a child process that a signal killed
+
+_BY_NUMBER = (
+    r"\bexit ?code *: *-(\d+)",
+    r"\bSignal (\d+) \(SIG[A-Z]+\) received by PID\b",
+    r"\bexits? with return ?code *=+ *-(\d+)",
+    r"\bdied with (?:<Signals\.SIG\w+: |unknown signal )(\d+)",
+)
+_BY_SHELL = r"\breturned non-zero exit status 1(?:29|[3-8]\d|9[0-2])\b"  # 128 and the signal
+ENDED_BY_SIGNAL = (*_BY_NUMBER, _BY_SHELL)
+"""Patterns of their words."""
+
+CHILD_KILLED = re.compile(
+    rf"^(?:subprocess\.)?CalledProcessError: [\s\S]*?(?:{_BY_SHELL}|{_BY_NUMBER[-1]})", re.MULTILINE
+)
+"""An exception that only tells that a signal has ended a child."""
+
+_FOLLOW_UP_SIGNALS = (signal.SIGTERM, signal.SIGABRT)
+"""What launchers end the other ranks with, and by what torch ends a process that has lost one: not the first cause."""
+
+
+def kill_signal(text: str) -> str:
+    """Return the signal that has ended a rank first, as a launcher tells it ("SIGKILL"); empty where none does."""
+    numbers = [int(number) for pattern in _BY_NUMBER for number in re.findall(pattern, text)]
+    numbers += [int(match_text[-3:]) - 128 for match_text in re.findall(_BY_SHELL, text)]
+    signals_by_number = {number.value: number for number in signal.Signals}
+    return next(
+        (
+            signals_by_number[number].name
+            for number in numbers
+            if number in signals_by_number and signals_by_number[number] not in _FOLLOW_UP_SIGNALS
+        ),
+        "",
+    )
+
+
+# --- Classification of a process by its messages and its exit code
+#
+# torchrun exits 1 whatever its workers exit with, allocators of different vendors and versions use different words, and
+# the ranks that did not fail report that a peer is gone. Callers keep the raw text: a class decides what happens next,
+# the text tells the user why.
+
+Scope = Literal["log", "error", "system error", "traceback"]
+"""The part of a text in which a row of the table is looked for.
+
+    log: anywhere.
+    error: the exceptions that ended the process, first cause first; without one, the last lines outside tracebacks.
+    system error: the same without exceptions that are raised for values (ValueError, KeyError ...) and those of network clients.
+    traceback: the exceptions that ended the process with the frames above them.
+"""
+
+
+@dataclass(frozen=True)
+class FailurePattern:
+    """One row of `FAILURE_PATTERNS`: words, in which part of a text, and their class.
+
+    Lines are matched with their rank prefixes cut off.
+    """
+
+    outcome: OutcomeClass
+    pattern: re.Pattern[str]
+    scope: Scope = "log"
+
+
+def _pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -> FailurePattern:
+    alternatives = "|".join(f"(?:{pattern})" for pattern in patterns)
+    return FailurePattern(outcome, re.compile(alternatives, re.MULTILINE), scope)
+
+
+def _errno_pattern(numbers: Iterable[int]) -> str:
+    """Return a pattern for errors of the system by number: Python's, HDF5's, Arrow's, c10d's, Rust's and torch's forms."""
+    numbers_ = "|".join(map(str, numbers))
+    return rf"\[[Ee]rrno (?:{numbers_})\]|\berrno = (?:{numbers_})\b|\(errno: (?:{numbers_}) - |\(os error (?:{numbers_})\)"
+
+
+def _texts_pattern(*texts: str) -> str:
+    """Return a pattern for texts of errors that end a phrase: before a name, a number in brackets, or the end of a line."""
+    return rf"\b(?:{'|'.join(texts)})(?=\s*(?:$|[\[(:;'\",.]))"
+
+
+_STORAGE = {
+    5: "Input/output error",
+    30: "Read-only file system",
+    67: "Link has been severed",
+    70: "Communication error on send",
+    107: "Transport endpoint is not connected",
+    108: "Cannot send after transport endpoint shutdown",
+    112: "Host is down",
+    121: "Remote I/O error",
+    116: "Stale (?:NFS )?file handle",
+    37: "No locks available",
+    16: "Device or resource busy",
+    6: "No such device or address",
+    19: "",  # too short a text without its number
+    **dict.fromkeys(range(512, 532), ""),  # the kernel's own numbers, that file systems should keep to themselves
+}
+"""Error numbers of a file system that has failed or is gone, with their texts."""
+_LIMITS = {
+    24: "Too many open files",
+    23: "Too many open files in system",
+    11: "Resource temporarily unavailable",
+    105: "No buffer space available",
+    27: "File too large",
+}
+"""Error numbers of a limit of the host: descriptors, processes and threads, buffers, the size of a file."""
+
+# Lines about a loss or a gradient that is not finite.
+_LOSS = r"(?=[^\n]*\b(?i:loss|losses|grads?|gradients?|grad_norm|total norm)\b)"
+_NOT_FINITE = r"(?=[^\n]*\b(?i:nans?|infs?|infinite|infinity|non-?finite|not finite)\b)"
+
+# A size that overflowed is a broken message or a bug, not a lack of memory.
+_NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
+
+FAILURE_PATTERNS = (
+    _pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
+    # A failed assertion on the device leaves every later library call failing with words that look like memory.
+    _pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
+    # Before memory: ibverbs cannot lock enough of it, which is nothing that a batch or a loader could spare.
+    _pattern("device_fault", *(words for _, forms in DEVICE_FAULTS for words in forms)),
+    _pattern(
+        "device_oom",
+        rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
+        rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
+        r"\bcuda runtime error \(2\)|\berror=2 : out of memory\b",
+        r"\bRESOURCE_EXHAUSTED\b[^\n]*\b(?:(?:[Oo]ut of|[Rr]an out of) memory\b|Attempting to (?:reserve|allocate) \d)",
+        r"\bOutOfMemoryError: Out of memory allocating\b",
+        r"\bNo executable batch size found\b",
+        r"\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'",
+        r"\bcudaErrorMemoryAllocation\b",
+        r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
+        r"\bhipErrorOutOfMemory\b",
+        r"\b(?:CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED\b",
+        r"\brocblas_status_memory_error\b",
+        r"\bmiopenStatusAllocFailed\b",
+        r"\bCUFFT_ALLOC_FAILED\b",
+        r"\bMIOpen\b[^\n]*(?:[Mm]emory not available|[Ff]ailed to allocate|out of memory)",
+        r"\bFailed to CUDA (?:calloc|malloc)\b",
+        r"\bCUDNN_STATUS_(?:INTERNAL_ERROR_)?(?:DEVICE|HOST)_ALLOCATION_FAILED\b",
+        r"\bHSA_STATUS_ERROR_OUT_OF_RESOURCES\b",
+        r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b",
+    ),
+    # Not about memory by their words, and yet what a nearly full device (or a tensor beyond 2^31 elements) gives: torch
+    # tries every algorithm, each is refused its workspace, and the last refusal is what is told. A smaller batch either
+    # cures it or shows the same words again, so they are taken for memory.
+    _pattern(
+        "device_oom",
+        r"Unable to find a valid cuDNN algorithm to run convolution",
+        r"\bunable to find an engine to execute this computation\b",
+        r"\bCUDNN_STATUS_NOT_SUPPORTED\b",
+        r"\bCUBLAS_STATUS_NOT_INITIALIZED\b[^\n]*\bcublasCreate\b",
+        r"\bmiopenStatusUnknownError\b",
+    ),
+    _pattern(
+        "storage",
+        _errno_pattern(_STORAGE),
+        _texts_pattern(*filter(None, _STORAGE.values())),
+        r"\bdisk I/O error\b",
+        r"\bFSTimeoutError\b",
+        r"\bPytorchStreamReader failed reading [^\n]*: file read failed\b",
+        r"\bHDFS \w+ failed, errno: \d+",
+        r"\[Errno (?:11|110|113)\] [^\n:]+: '",  # of a file, whose name Python tells: sockets have these numbers too
+        r"\bunable to lock file, errno = \d+",
+        r"\[errno 110\]|\berrno = 110\b",
+        r"^tula_cli\.errors\.StorageFailed\b",
+        scope="system error",
+    ),
+    _pattern(
+        "storage",
+        r"\A(?=[\s\S]*^Traceback)(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
+        scope="traceback",
+    ),
+    _pattern(
+        "host_limit",
+        r"\binotify (?:watch|instance) limit reached\b",
+        _errno_pattern(_LIMITS),
+        _texts_pattern(*_LIMITS.values()),
+        r"\bcan't start new thread\b",
+        r"\breceived \d+ items of ancdata\b",
+        r"\bToo many open files\b",
+        r"\bSystem unable to allocate necessary resources for OMP thread\b",
+        scope="system error",
+    ),
+    _pattern(
+        "signal",
+        r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: (?!Bus error)",
+        r"\bDataLoader worker \(pid[^\n]*\bexited unexpectedly\b",
+        r"\bBrokenProcessPool\b",
+        r"\bTerminatedWorkerError\b",
+        r"\bsubprocesses has abruptly died during map operation\b",
+        r"\bProcessExitedException: process \d+ terminated with signal\b",
+        scope="error",
+    ),
+    _pattern(
+        "signal",  # a loader worker is gone, and with it the other end of a queue
+        r"\b(?:torch/)?multiprocessing/(?:connection|queues|reductions|resource_sharer|managers)\.py[\s\S]*"
+        r"^(?:ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|BrokenPipeError|EOFError)\b",
+        scope="traceback",
+    ),
+    _pattern("peer", r"/torch/distributed/[\s\S]*^(?:Connection\w+Error|BrokenPipeError)\b", scope="traceback"),
+    _pattern("hung", r"\bDataLoader timed out after\b", scope="error"),
+    _pattern(
+        "diverged",
+        rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)(?![^\n]*\bskip)[^\n]+",
+        r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*(?<!\((?:nan|inf)\) )\bencountered in\b)",
+        r"\b(?:[Mm]inimum loss scale reached|loss scale already at minimum)\b",
+        r"\breturned nan values in its \d+th output\b",
+        r"\bDetected nan and/or inf values\b",
+        r"\bUnexpected result (?:nan|inf)\b",
+        r"\bfound invalid values:\s+tensor\([^\n]*\b(?:nan|inf)\b",
+        r"\binput matrix contained non-finite values\b",
+        r"(?i:\b(?:model|training|loss)(?: has)? diverged\b)",
+        scope="error",
+    ),
+    _pattern(
+        "diverged",  # an assertion without words, by the line that made it
+        r"^ +assert [^\n]*\b(?:isnan|isfinite|isinf)\([^\n]*\n(?:[ ^~]*\n)?AssertionError\s*$",
+        scope="traceback",
+    ),
+    _pattern(
+        "host_oom",
+        # oneDNN's words when memory for a kernel or its scratch space is refused.
+        r"\bcould not (?:create|execute) a (?:primitive|memory)",
+        # A thread's stack is the last straw: glibc's words.
+        r"\bfailed to register TLS destructor: out of memory\b",
+        r"\bcannot allocate memory for thread-local data\b",
+    ),
+    _pattern(
+        "host_oom",
+        r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+        r"^(?:numpy\.[\w.]*)?(?:_Array)?MemoryError\b",
+        r"\bstd::bad_alloc\b",
+        r"^memory allocation of \d+ bytes failed",
+        r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: Bus error",
+        r"\binsufficient shared memory\b",
+        r"\bunable to (?:open|write to|allocate|mmap)[^\n]*(?:shared memory|</torch_)",
+        r"\bError while (?:creating|attaching to) shared memory segment\b",
+        r"\b[Ff]ailed to extend /dev/shm/nccl-",
+        r"\bDetected \d+ oom[-_]kill events?\b",
+        r"\boom-kill\b",
+        r"\btasks? [\d,-]+: Out Of Memory\b",
+        r"\bexceeded memory limit \(\d+ > \d+\), being killed",
+        r"\bOUT_OF_MEMORY\b",
+        r"\bFailed to CUDA host alloc\b",
+        r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_HOST_MEMORY\b",
+        r"\[Errno 12\]",
+        r"\bCannot allocate memory\b",
+    ),
+    # After memory: a full device is told in many words, some of which are a library's own internal error.
+    _pattern("device_error", *DEVICE_ERRORS),
+    _pattern("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
+    _pattern(
+        "disk",
+        r"\bNo space left on device\b",
+        r"\bDisk quota exceeded\b",
+        r"\[Errno (?:28|122)\]",
+        r"\bPytorchStreamWriter failed writing\b",
+        r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch, which closes what it could not write
+        r"^tula_cli\.errors\.DiskFull\b",
+    ),
+    _pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
+    # Only the job's line: a step is also cancelled where one of its tasks failed.
+    _pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+)
+"""The texts of failures and their classes, which `failure_kinds` describes. The first row that matches its part of a text decides."""
+
+PEER = _pattern(
+    "peer",
+    r"\bgloo/transport/",
+    r"\bGloo connect\w+ failed",
+    r"\b(?:Read|Write|writev|readv) error \[[^\]]+\]:\d+",
+    r"\bConnection closed by peer \[",
+    r"\bTimed out waiting \d+ms for (?:recv|send) operation\b",
+    r"\bWatchdog caught collective operation timeout\b",
+    r"\bncclRemoteError\b",
+    r"\bncclSystemError\b",
+    r"\bProxy [Cc]all to rank \d+ failed\b",
+    r"\bProcessGroupNCCL(?:'s)? watchdog (?:hang|got stuck)\b",
+    r"\bNCCL communicator (?:was aborted|encountered error)",
+    r"\bNCCL operations have failed or timed out\b",
+    r"\bTerminating the process after attempting to dump debug info\b",
+    r"\bdetected no heartbeat of its watchdog\b",
+    r"\bUCX +ERROR\b[^\n]*(?i:retry count exceeded|timeout|timed out|unreachable|connection reset|remote peer)",
+    r"\b(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|INTERNAL): [^\n]*(?i:\bunhealthy\b|\bbarrier\b|\bheartbeat|\bcoordination service\b)",
+    r"\bDistNetworkError\b",
+    r"\bDistStoreError\b",
+    r"\bRendezvous\w*Error\b",
+    r"\bstore[- ]based barrier\b",
+    r"\bmonitoredBarrier\b",
+    r"\bc10d key-value store\b",
+    r"\bremote process exited or there was a network error\b",
+    r"\bApplication timeout caused pair closure\b",
+    r"\bConnect timeout \[",
+    r"\b(?:send|recv)\w+ failed on SocketImpl\b",
+    # The store of torch before 2.1 passes on what the system says, and no more.
+    r"^RuntimeError: (?:Connection (?:reset by peer|refused|timed out|closed by peer)|Broken pipe)\s*$",
+    r"\bTCPStore\b[^\n]*(?:Broken pipe|Connection (?:reset|refused)|timed out)",
+    r"\bwait timeout after \d+ms\b",
+    r"\bThe client socket has timed out\b",
+    r"\b[Ff]ailed to recv, got 0 bytes",
+    r"\bSocket Timeout\b",
+)
+
+SIGNAL = _pattern(
+    "signal",
+    *ENDED_BY_SIGNAL,
+    r"\bSignalException: Process \d+ got signal\b",
+    r"^KeyboardInterrupt\b",
+    r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)\b",
+    r"\bNode failure on\b",
+)
+
+# Told by the process that started the ranks, or that raises once more what another one has raised.
+_MESSENGERS = re.compile(
+    r"^(?:[\w.]*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt|ProcessRaisedException)\b"
+    r"|^[\w.]+: Caught \w+ in (?:DataLoader worker process|replica|pin memory thread)\b"
+)
+# The same, unless nothing else is known.
+_LAST_RESORT = re.compile(
+    r"^RuntimeError: (?:Pin memory thread|DataLoader worker \(pid[^\n]*) exited unexpectedly"
+    r"|^(?:subprocess\.)?CalledProcessError:|^OSError: [^\n]*: exit \d+ \((?:read|write)\)"
+)
+# The same of a connection that ends with its process, unless it is to a loader worker or a peer.
+_LOST_PIPE = re.compile(r"^(?:BrokenPipeError: \[Errno 32\]|ConnectionResetError: \[Errno 104\])")
+_KNOWN_PIPES = re.compile(r"/multiprocessing/|/torch/distributed/")
+_RANK_PREFIX = re.compile(r"^(?:\[(?:rank|default)\d+\]: ?|\d+: )+", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*_?[A-Z]\w*(?::|$)")
+_BARE_EXCEPTION = re.compile(
+    r"^(?:(?:[A-Za-z_]\w*\.)*(?:\w+Error|\w*Exception)|(?:[a-z_]\w*\.)+_?[A-Z]\w*)(?::|$)", re.MULTILINE
+)
+_OF_VALUES = re.compile(
+    r"^(?:[a-z_]\w*\.)*(?:Value|Key|Index|Type|Attribute|Name|UnboundLocal|Assertion|NotImplemented|Syntax|ModuleNotFound"
+    r"|Argument|JSONDecode|Unicode\w*)Error\b"
+    r"|^(?:aiohttp|botocore|httpx|huggingface_hub|pymongo|redis|requests|urllib3?|wandb)\."
+)
+_KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
+_CUDA_WARNING = re.compile(r"^[^\n]*Warning: CUDA initialization:[^\n]*$", re.MULTILINE)
+_USAGE = re.compile(r"^usage: [\s\S]*^\S+: error: ", re.MULTILINE)
+_LAST_LINES = 40
+_OWN_SIGNALS = (4, 6, 7, 8, 11)  # signals by which a process ends itself: its last lines may say why
+_NAMED = ("device_fault", "device_error", "storage", "host_limit", "signal", "hung", "diverged")
+"""Classes of which one line tells what happened, wherever it stands in a text."""
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An exception as a traceback shows it: the first lines of its message, and the frames above them."""
+
+    message: str
+    frames: str = ""
+
+    @property
+    def is_messenger(self) -> bool:
+        """Return whether it only reports that another process has failed."""
+        return bool(_MESSENGERS.match(self.message) or CHILD_KILLED.match(self.message))
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Return whether it only reports that another process has failed, or may: any other exception says more."""
+        lost_pipe = _LOST_PIPE.match(self.message) and not _KNOWN_PIPES.search(self.frames)
+        return bool(lost_pipe or _LAST_RESORT.match(self.message))
+
+
+def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
+    """Return the class of a failure.
+
+    Args:
+        text: what the process wrote, or one exception with or without its traceback.
+        exit_code: as the shell or subprocess gives it (137 and -9 both mean signal 9); None where it is not known.
+        device: "cuda" or "cpu"; on the CPU the batch is in the host's memory, so every OOM is a device_oom.
+    """
+    text = _RANK_PREFIX.sub("", text)
+    if device == "cpu":  # every process without a GPU may get this warning
+        text = _CUDA_WARNING.sub("", text)
+    outcome = _classify(text, exit_code)
+    return "device_oom" if outcome == "host_oom" and device == "cpu" else outcome
+
+
+def _classify(text: str, exit_code: int | None) -> OutcomeClass:
+    if row := _first_match(text, exit_code):
+        return row[0]
+    if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
+        return "host_oom"
+    if _deciding_chain(text, exit_code) or (exit_code == 2 and _USAGE.search(text)):
+        return "user"
+    for failure in (PEER, SIGNAL):
+        if failure.pattern.search(text):
+            return failure.outcome
+    return "signal" if _signal_of(exit_code) else "unknown"
+
+
+def _signal_of(exit_code: int | None) -> int:
+    """Return the signal that an exit code stands for, 0 for none."""
+    if exit_code is None:
+        return 0
+    return -exit_code if exit_code < 0 else exit_code - 128 if 128 < exit_code <= 192 else 0
+
+
+def _is_killed(exit_code: int | None) -> bool:
+    """Return whether another process has ended this one, so that what it wrote before need not be the cause."""
+    return _signal_of(exit_code) not in (0, *_OWN_SIGNALS)
+
+
+def _first_match(text: str, exit_code: int | None = None) -> tuple[OutcomeClass, re.Match[str]] | None:
+    """Return the class of the first row of the table that matches, and where it does."""
+    killed_by = _signal_of(exit_code)
+    chain = _deciding_chain(text, exit_code)
+    explained = not all(error.is_last_resort for error in chain)
+    last_lines = "" if explained or _is_killed(exit_code) else _last_lines(text)
+    of_system = [error for error in chain if not _OF_VALUES.match(error.message)]
+    texts_by_scope: dict[Scope, str] = {
+        "log": text,
+        "error": "\n\n".join([*(error.message for error in chain), last_lines]),
+        "system error": "\n\n".join([*(error.message for error in of_system), last_lines]),
+        "traceback": "\n\n".join(f"{error.frames}{error.message}" for error in chain),
+    }
+    for row in FAILURE_PATTERNS:
+        if killed_by and row.outcome == "diverged":
+            continue
+        if match := row.pattern.search(texts_by_scope[row.scope]):
+            return row.outcome, match
+    return None
+
+
+def _last_lines(text: str) -> str:
+    """Return the last lines outside tracebacks, without what NCCL and launchers add."""
+    frames = ("  File ", "    ", "Traceback")
+    lines = [line for line in text.splitlines() if line.strip(" =-~^") and not line.startswith(frames)]
+    return "\n".join([line for line in lines if " NCCL INFO " not in line][-_LAST_LINES:])
+
+
+def find_telling_line(text: str) -> str:
+    """Return the line of a text that says what failed, for the classes in which one line does; empty for others."""
+    row = _first_match(_RANK_PREFIX.sub("", text))
+    if row is None or row[0] not in _NAMED:
+        return ""
+    text_, at = row[1].string, row[1].start() if row[1].re.pattern[:2] != r"\A" else row[1].end()
+    return text_[text_.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
+
+
+def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
+    """Return the exceptions that ended the process, first cause first: those of the last traceback that is its own.
+
+    A traceback that tells of a lost peer, or that another process has failed, is not. Empty where there is none.
+    """
+    if _is_killed(exit_code) and _TRACEBACK not in text:
+        return []
+    chains = [[error for error in chain if not error.is_messenger] for chain in _chains(text)]
+    chains = [chain for chain in chains if chain and not any(PEER.pattern.search(error.message) for error in chain)]
+    causes = [chain for chain in chains if not all(error.is_last_resort for error in chain)]
+    return (causes or chains or [[]])[-1]
+
+
+def find_user_exception(text: str) -> str:
+    """Return the last exception of the user's code, rather than that a child of it has failed; empty where there is none."""
+    chain = _deciding_chain(_RANK_PREFIX.sub("", text))
+    lines = [error.message.split("\n", 1)[0].strip() for error in chain]
+    return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
+
+
+def _chains(text: str) -> Iterator[list[_Raised]]:
+    """Yield the exceptions of each traceback; those raised while another was handled together with it."""
+    if _TRACEBACK not in text:
+        for match in _BARE_EXCEPTION.finditer(text):
+            yield [_Raised(text[match.start() :].split("\n\n")[0])]
+        return
+    block_before, *blocks = text.split(_TRACEBACK)
+    chain: list[_Raised] = []
+    for block in blocks:
+        linked = any(marker in block_before for marker in _CHAINED)
+        if chain and not linked:
+            yield chain
+        chain = chain if linked else []
+        # An exception in a destructor is printed and forgotten; it ends nothing.
+        if "Exception ignored in" not in block_before.rstrip().rsplit("\n", 1)[-1]:
+            chain = [*chain, *_parse_exception(block)]
+        block_before = block
+    yield chain
+
+
+def _parse_exception(block: str) -> list[_Raised]:
+    """Return the exception at the end of a traceback with the lines of its message, or nothing where it is cut off."""
+    lines = block.split("\n")
+    for number, line in enumerate(lines):
+        if _EXCEPTION.match(line.rstrip()):
+            message = "\n".join(lines[number : number + 8]).split("\n\n")[0]
+            return [_Raised(message, "".join(f"{frame}\n" for frame in lines[:number]))]
+    return []
+
+
+_TERMINATED = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
+
+
+def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
+    """Return the failure that the others follow from, or None where there is none.
+
+    Memory and faulty devices beat everything, and peers that report a lost rank come last; among equals the earliest wins.
+    A rank that was told to end (SIGTERM) says no more than one that lost its peer.
+    """
+    return min(failures, key=lambda failure: (_severity(failure), failure.failed_at, failure.rank), default=None)
+
+
+def names_cause(failures: Iterable[Failure]) -> bool:
+    """Return whether one of these failures is more than the loss of a peer."""
+    return any(_severity(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
+
+
+def _severity(failure: Failure) -> int:
+    told_to_end = failure.outcome == "signal" and _TERMINATED.search(failure.message)
+    return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity
+
+
+def advice(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = None) -> str:
+    """Return one line: what the user can do about it, by what was told of it where that says more than its class.
+
+    Args:
+        outcome: its class.
+        words: what was told of it.
+        spec: the job that ended so; None: one of tula's own loop on this machine.
+    """
+    cluster, script = (Cluster(), False) if spec is None else (spec.cluster, spec.script is not None)
+    hint = FAILURE_KINDS[outcome].advice_for(cluster, script=script)
+    return (
+        next((what_to_do for what_to_do, _ in _matching_faults(message)), hint) if outcome == "device_fault" else hint
+    )
+
+
+def is_missing_gpu(message: str) -> bool:
+    """Return whether what was told of a fault is that no GPU is to be seen, and no word of why."""
+    return next(_matching_faults(message), None) is NO_GPU
+
+
+def _matching_faults(message: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield those of `DEVICE_FAULTS` that the words tell of."""
+    yield from (fault for fault in DEVICE_FAULTS if any(re.search(form, message, re.MULTILINE) for form in fault[1]))

@@ -1,0 +1,82 @@
+"""Memory and processor of this machine, as the kernel reports them."""
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+CPUINFO = Path("/proc/cpuinfo")
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+def processor_name() -> str:
+    """Return the processor's name as the kernel tells it; its architecture where it tells none, as on ARM."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def cpu_quota(path: Path = CPU_MAX) -> float | None:
+    """Return how many cores' time this process's container may take; None where that is not bounded."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return None
+
+
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def machine_memory(groups: Path = CONTROL_GROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Return the bytes of this machine's memory, or of the control group that holds this process if that is less.
+
+    Args:
+        groups: where control groups are mounted.
+        membership: the groups of this process, a line each: "0::/path", of version 1 "number:controllers:/path".
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *_cgroup_limits(groups, membership)])
+
+
+def _cgroup_limits(groups: Path, membership: Path) -> Iterator[int]:
+    """Yield the limit of each group that the process is in, and of those around it."""
+    limit_files = [groups / "memory.max", groups / "memory/memory.limit_in_bytes"]  # what a container sees of its own
+    for line in (_read_text(membership) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limit_files += [groups / inner / "memory.max" for inner in _with_parents(path)]
+        elif "memory" in controllers.split(","):
+            limit_files += [groups / "memory" / inner / "memory.limit_in_bytes" for inner in _with_parents(path)]
+    for file in dict.fromkeys(limit_files):
+        text = _read_text(file)
+        if text is not None and text.isdigit():
+            yield int(text)
+
+
+def _with_parents(path: str) -> list[PurePosixPath]:
+    inner = PurePosixPath(path.lstrip("/"))
+    return [inner, *inner.parents]
+
+
+def _read_text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def shared_memory(folder: Path = SHARED_MEMORY_FOLDER) -> int | None:
+    """Return the free bytes of /dev/shm, where processes hand batches over; None where there is none.
+
+    Half of the memory on most machines, 64 MiB in a container that was started without more.
+    """
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize

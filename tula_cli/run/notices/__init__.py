@@ -1,1 +1,0 @@
-"""What of a run directory tells that something in it is new."""

@@ -1,0 +1,278 @@
+"""Records of a user's script: its resume test, and what its ranks write."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tula_cli.run.records.base import OutcomeClass, Record, RecordedText
+from tula_cli.spec.scripts.script import Length
+
+# --- The resume test
+
+Phase = Literal["begin", "same", "half"]
+"""A start from nothing, which is killed after its first checkpoint; on from there at its batch; and at half of it."""
+Verdict = Literal["same", "epoch", "any", "none"]
+"""With which batch a script may go on: as `script.resume.batch`; none: with no batch, its checkpoint is of no use to it."""
+
+
+class RehearsalStart(Record):
+    """One start of a rehearsal, before it begins."""
+
+    phase: Phase
+    batch: int  # global
+    length: Length  # that the command line is given, in place of the job's
+    out: str  # the script's own folder
+    checkpoint: str = ""  # that it goes on from
+    seconds: float  # that it may take
+
+
+class Schedule(Record):
+    """The torch scheduler of the script's optimizer, as one start has shown it."""
+
+    name: str
+    at: int  # its steps, at the first step of the start, or the first after its checkpoint
+    per_step: bool  # it steps with each optimizer step, not each epoch
+    moves: bool | None  # whether it will change the learning rate; None if that is not known
+
+
+class Rehearsed(Record):
+    """One start of a rehearsal, as it was seen. Samples are those of all ranks."""
+
+    phase: Phase
+    batch: int
+    length: Length
+    whole: int | None  # samples of that length; None where nobody knows the size of an epoch
+    ended: Literal[
+        "killed", "ended", "failed", "cut"
+    ]  # killed as planned, by itself, by an error, by the time or by us
+    seconds: float
+    steps: int = 0
+    samples: int = 0
+    first_lr: float | None = None  # of the first step; None where the optimizer tells none
+    rates: tuple[tuple[int, float], ...] = ()  # samples since the start, and the learning rate there
+    schedule: Schedule | None = None  # None without a scheduler of torch
+    outcome: OutcomeClass | None = None  # of what failed
+    error: str = ""  # class of the exception
+    why: RecordedText = ""  # its line
+    # of a beginning, once there was a checkpoint
+    saved_steps: int | None = None
+    saved_samples: int | None = None
+    next_lr: float | None = None  # of the step after it
+    lr_step: float = 0.0  # by how much that differs from the one before
+    dataset_size: int | None = None
+
+
+class Rehearsal(Record):
+    """What a rehearsal has found so far; `verdict` None once it is over: it could not be found out, and `told` says why."""
+
+    task: str
+    key: str  # rehearsal_signature
+    began_at: float
+    starts: tuple[Rehearsed, ...] = ()
+    over_at: float | None = None
+    verdict: Verdict | None = None
+    told: tuple[str, ...] = ()  # sentences: what was found, and what was not reached
+    faults: tuple[str, ...] = ()  # those of them that tell of what is wrong
+
+
+# --- The plan for the ranks, and their results
+
+Positive = Annotated[int, Field(ge=1)]
+Cause = Literal["eval", "epoch", "save"]
+
+
+class Expected(Record):
+    """What the command line was given and the user claims of it; None where nothing is claimed."""
+
+    world: int | None = None
+    batch: int | None = None
+    accumulate: int | None = None  # micro-batches an optimizer step
+    lr: float | None = None
+    dataset: int | None = None  # samples of an epoch
+
+
+class AgsPlan(Record):
+    """What the shim is told of adaptive gradient scaling around the script's optimizer."""
+
+    code: str  # the folder in which the library is
+    settings: dict[str, Any]  # all of section ags that makes factors and gate, as a preset spells it, and `parameters`
+    apply_to: Literal["gradient", "update"] | None  # None: as the script's optimizer needs
+    b_large: Positive  # samples of a step, over all ranks
+    b_small: Positive
+    available: Positive  # samples that a rank computes at a time
+    steps_per_epoch: Positive
+    seed: int
+    resumed: bool  # whether the script goes on from a checkpoint
+
+
+class OrthoPlan(Record):
+    """Settings with which the shim orthogonalises the steps of the script's optimizers."""
+
+    code: str  # the folder in which the library is
+    beta2_power: float  # batch / reference batch
+
+
+class Killing(Record):
+    """How a rehearsal's first start ends."""
+
+    checkpoint: str  # its absolute path or pattern
+    after: Positive  # steps from it to the end
+    ask: str = ""  # how it is asked for: a signal's name, "file:PATH", "hooks"; empty where it is not
+    ask_at: Positive = 1  # step
+    settled: float = 2.0  # seconds without a change after which it is taken to be written
+
+
+class ShimPlan(Record):
+    """plan.json: see the contract in `tula_cli/shim/__init__.py`. Times in seconds."""
+
+    version: Literal[1] = 1
+    task: str
+    attempt: Positive = 1
+    folder: str
+    mode: Literal["probe", "train"] = "probe"
+    expected: Expected = Expected()
+    warmup: Positive = 5
+    min_steps: Positive = 15
+    max_steps: Positive = 15
+    seconds: float = 0.0  # that the timed steps may take between the two
+    split_steps: Annotated[int, Field(ge=0)] = 6
+    stop: Literal["exit", "raise"] = "exit"
+    heartbeat: float = 1.0
+    row: float = 10.0
+    save: bool = False
+    checkpoint: str = ""
+    ags: AgsPlan | None = None
+    ortho: OrthoPlan | None = None
+    rehearsal: Killing | None = None
+    schedule: bool = False  # rows tell where the scheduler stands
+    files: tuple[str, ...] | None = None  # folders to write in; what else is changed is written down; None: nothing is
+
+
+class ScriptStep(Record):
+    """One optimizer step of one rank."""
+
+    seconds: float
+    wait: float | None  # for the data loader, within seconds; None without one
+    samples: float | None  # of this rank; None where nothing counts them
+    batches: int | None  # that the data loader gave
+    backwards: int
+    gap: tuple[Cause, ...]  # what else went on in it
+
+
+class DdpSplit(Record):
+    """Steps after the timed ones, under DistributedDataParallel."""
+
+    modules: int
+    hook: str  # "default", or the name of the script's own communication hook
+    sync: tuple[float, ...]  # a step: exposed synchronisation
+    norms: tuple[tuple[float | None, float | None], ...]  # squared, of the rank's own and of the reduced gradient
+    local: tuple[ScriptStep, ...]  # without synchronisation
+
+
+class Peak(Record):
+    """Bytes. On the CPU both are what was resident."""
+
+    allocated: int
+    reserved: int
+
+
+class LearningRates(Record):
+    """Of the first parameter group."""
+
+    base: float | None  # before a scheduler of torch acts on it; None where the script has none
+    first: float
+    timed: float  # of the first timed step
+    last: float
+
+
+class LoaderSeen(Record):
+    """What a data loader says of itself."""
+
+    dataset: int | None  # samples
+    batches: int | None  # an epoch, on this rank
+    batch_size: int | None
+    workers: int
+    sampler: str
+    drop_last: bool
+    epoch_samples: int | None = None  # that an epoch delivers on this rank; None if that is not known
+    content: str = ""  # digest of the ends of what the dataset holds; empty if there is nothing to compare
+
+
+class RankResult(Record):
+    """result-<rank>.json, and of a training's first steps begun-<rank>.json."""
+
+    version: Literal[1]
+    task: str
+    attempt: int
+    why: Literal["begun", "stopped", "ended", "saved"]
+    rank: int
+    world: int  # of the process group; 1 without one
+    host: str
+    pid: int
+    expected: Expected
+    python: str
+    torch: str
+    device: Literal["cpu", "cuda"]
+    hardware: str
+    backend: str = ""  # of the process group; empty without one
+    capacity: int | None = None  # bytes of the GPU; None on the CPU
+    startup: float | None  # from the start of the process to its first step
+    steps: int
+    samples: float | None
+    optimizer: str | None
+    parameters: int | None  # numbers that the optimizer trains
+    bytes: dict[Literal["parameters", "gradients", "optimizer"], int] | None
+    peak: dict[Literal["warmup", "timed"], Peak]
+    lr: LearningRates | None
+    warmup: tuple[float, ...]
+    timed: tuple[ScriptStep, ...]
+    split: DdpSplit | None
+    loader: LoaderSeen | None  # the one that is trained on
+    loaders: tuple[LoaderSeen, ...]
+    notes: tuple[RecordedText, ...]  # what is absent, and why
+
+
+class Killed(Record):
+    """rehearsal.json: the first checkpoint of a start, and whether it was then killed. Of rank 0 alone."""
+
+    steps: int  # up to the checkpoint
+    samples: float | None
+    dataset: int | None  # samples that the data loader says it has
+    killed: bool
+
+
+class ScriptFailure(Record):
+    """failure-<rank>.json: an exception that nobody caught."""
+
+    version: Literal[1]
+    task: str
+    attempt: int
+    rank: int | None
+    host: str
+    pid: int
+    where: Literal["script", "shim", "method"]  # method: what tula was to do in the script cannot be done there
+    error: str  # full name of the exception's class
+    text: RecordedText  # traceback
+    step: int
+    batch_norm: Literal["", "batch", "sync"] | None = None  # that the process held; None where it has not told
+    failed_at: float
+
+    @property
+    def description(self) -> str:
+        """The last line of the traceback; of what tula itself says, without its class."""
+        last_line = (self.text.strip().splitlines() or [self.error])[-1].strip()
+        return last_line.removeprefix(f"{self.error}: ") if self.where == "method" else last_line
+
+
+class Heartbeat(Record):
+    """heartbeat-<rank>.json. Unix times."""
+
+    step: int
+    samples: float | None
+    stepped_at: float
+    seconds: float  # median of the last 100 steps
+    step_samples: float | None = None  # median of the last 20 steps, on this rank
+    alive_at: float
+    lost: str | None
+    host: str
+    pid: int

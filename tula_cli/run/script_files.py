@@ -1,0 +1,463 @@
+"""The files that belong to a script: the file that its command names, and what that file imports and reads."""
+
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from pathlib import Path, PurePath
+
+from tula_cli.errors import JobFailed, SpecError
+from tula_cli.run import code_selection
+from tula_cli.run.code_selection import Selection
+from tula_cli.run.directory import RunDir
+from tula_cli.run.imports import (
+    follow_imports,
+    import_roots,
+    is_foreign,
+    is_installed_folder,
+    resolve_module,
+    source_file,
+)
+from tula_cli.run.records.tasks import CodeSnapshot
+from tula_cli.run.secrets import CODE, is_key
+from tula_cli.spec.scripts.placeholders import fill, names
+from tula_cli.spec.scripts.script import Script
+
+# --- The file that a command names
+
+SHELL = (".sh", ".bash")
+SCRIPTS = (".py", *SHELL)
+_PYTHON = re.compile(r"(python|pypy)[\d.]*")
+_SHELL = re.compile(r"(ba|da|k|z)?sh")
+_PYTHON_INLINE, _PYTHON_MODULE = re.compile(r"-[bBdEhiIOqsSuvx]*c"), re.compile(r"-[bBdEhiIOqsSuvx]*m")
+_SHELL_INLINE = re.compile(r"-[a-z]*c[a-z]*")
+_PYTHON_VALUED = re.compile(r"-X|-W|--check-hash-based-pycs")
+_SHELL_VALUED = re.compile(r"[-+][a-zA-Z]*[oO]|--rcfile|--init-file")
+_LAUNCHERS = {"torch", "accelerate", "deepspeed"}
+"""Packages whose modules start another program: `python -m torch.distributed.run train.py`."""
+
+
+class NoCommandFile(SpecError):
+    """The command names a file that is not there."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a command runs of the user's own. Paths are absolute."""
+
+    file: Path  # without symbolic links, as python sees its own script; that of a module as it is found
+    root: Path  # the folder that python puts first among those it imports from
+    module: str = ""  # as the command has it after -m; empty where it names the file
+
+
+# --- which it is
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words of a command before its placeholders have values; empty ones for those that hold any."""
+    return ["" if names(word) else fill(word, {}) for word in shlex.split(command)]
+
+
+def label(command: str) -> str:
+    """Return the word of a command by which people know what it runs."""
+    words = words_of(command)
+    named = [word for word in words if word.endswith(SCRIPTS)]
+    return next(iter(named or modules_of(words)[-1:]), words[0]) or command
+
+
+def modules_of(words: Sequence[str]) -> list[str]:
+    """Return what a command runs by -m."""
+    return [words[position] for position, role in _roles(words) if role is _Role.MODULE]
+
+
+def program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | None = None) -> Program | None:
+    """Return what a command runs of the user's own; None where that is an installed program, or cannot be told.
+
+    It is the first word that names a file ending in .py, .sh or .bash, or what python or a shell is given to run, or the
+    module after -m where that lies under `workdir`. Launchers and their options may stand before it.
+
+    Args:
+        words: of the command; empty where they are not known yet.
+        workdir: where the command runs.
+        path: where python looks for modules besides `workdir`; sys.path by default.
+
+    Raises:
+        SpecError: there is no file of that name.
+    """
+    home, lenient = workdir.resolve(), False
+    for position, role in _roles(words):
+        word = words[position]
+        if role is _Role.MODULE:
+            if found := _module(word, home, sys.path[1:] if path is None else path):
+                return found
+            # What the options of an installed program name need not be there yet.
+            lenient = lenient or word.partition(".")[0] not in _LAUNCHERS
+        elif role is _Role.INLINE or (role is _Role.RUN and _is_unknown(word, home)):
+            return None
+        elif word and (file := _file(word, role, home)):
+            if not _is_installed(file, home):
+                return Program(file, file.parent)
+        elif not lenient and (role is _Role.RUN or word.endswith(SCRIPTS)):
+            raise _missing(f"{word} is not in {home}")
+    return None
+
+
+def _missing(what: str) -> NoCommandFile:
+    return NoCommandFile(
+        f"script.command: {what}",
+        "call tula where the command runs, or name the file as it is there; with script.code: none it need only be there for"
+        " the job",
+    )
+
+
+class _Role(Enum):
+    FIRST = auto()
+    RUN = auto()  # what python or a shell is given to run
+    MODULE = auto()  # after -m
+    INLINE = auto()  # what python or a shell is given is no file
+    OPTION = auto()  # and the value of one of python's or a shell's
+    WORD = auto()
+
+
+def _roles(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
+    """Yield the position of each word and what it is."""
+    python = shell = False  # what it runs is yet to come
+    ahead: _Role | None = None
+    for position, word in enumerate(words):
+        role, ahead = ahead, None
+        if role is None and word.startswith(("-", "+")):
+            role = _Role.OPTION
+            if (python and _PYTHON_INLINE.fullmatch(word)) or (shell and _SHELL_INLINE.fullmatch(word)):
+                role = _Role.INLINE
+            elif word in ("-m", "--module") or (python and _PYTHON_MODULE.fullmatch(word)):
+                ahead, python = _Role.MODULE, False
+            elif (python and _PYTHON_VALUED.fullmatch(word)) or (shell and _SHELL_VALUED.fullmatch(word)):
+                ahead = _Role.OPTION
+        elif role is None and (python or shell):
+            role, python, shell = _Role.RUN, False, False
+        elif role is None:
+            role = _Role.WORD if position else _Role.FIRST
+            name = PurePath(word).name
+            python, shell = bool(_PYTHON.fullmatch(name)), bool(_SHELL.fullmatch(name))
+        yield position, role
+
+
+def _file(word: str, role: _Role, home: Path) -> Path | None:
+    """Return the file that a word names, if that is what the command runs."""
+    file = home / word
+    if role is _Role.OPTION or not os.path.isfile(file):  # noqa: PTH113 - a word may be too long for a name
+        return None
+    file = file.resolve()
+    own_program = role is _Role.FIRST and "/" in word and file.is_relative_to(home)
+    return file if word.endswith(SCRIPTS) or role is _Role.RUN or own_program else None
+
+
+def _is_unknown(word: str, home: Path) -> bool:
+    """Return whether what python is given to run is known to the job alone, or is a folder."""
+    return not word or os.path.isdir(home / word)  # noqa: PTH112 - a word may be too long for a name
+
+
+def _is_installed(file: Path, home: Path) -> bool:
+    return any(is_installed_folder(folder) for folder in file.parents if not home.is_relative_to(folder))
+
+
+def _module(module: str, home: Path, path: Sequence[str]) -> Program | None:
+    """Return the user's own module of that name.
+
+    Raises:
+        SpecError: its package is the user's own, and has no such module.
+    """
+    for root in import_roots(home, path):
+        if files := resolve_module(f"{module}.__main__", [root]):
+            place = root.joinpath(*module.split("."))
+            if source_file(place) is None and not place.is_dir():
+                raise _missing(f"no module {module} in {root}")
+            return Program(files[-1], root, module)
+    return None
+
+
+# --- its place in a snapshot
+
+
+def in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[str]:
+    """Return a command that runs its file from a snapshot; its working directory stays the user's own.
+
+    A module after -m stays as it is: `snapshot_path` has it found in the snapshot.
+
+    Args:
+        words: of the command, with the values of its placeholders.
+        workdir: where the command runs.
+        code: the snapshot's folder; None where no code was copied.
+
+    Raises:
+        JobFailed: the snapshot is gone, or is of another command.
+    """
+    found = _record(code)
+    if code is None or found is None or not found.program:
+        return list(words)
+    original = Path(found.base) / found.program
+    for position, word in enumerate(words):
+        if word and (workdir / word).resolve() == original:
+            return [*words[:position], str(code / found.program), *words[position + 1 :]]
+    raise JobFailed(f"{original}, which was submitted, is not in the command: {shlex.join(words)}", "submit again")
+
+
+def snapshot_path(code: Path | None) -> list[str]:
+    """Return the folders of a snapshot that go first into PYTHONPATH; none where no code was copied.
+
+    Python puts the working directory before PYTHONPATH for `python -m`, not for a file: there PYTHONSAFEPATH=1 (Python
+    3.11) or a finder of modules has to see to it.
+
+    Args:
+        code: the snapshot's folder.
+
+    Raises:
+        JobFailed: the snapshot is gone.
+    """
+    found = _record(code)
+    return [] if code is None or found is None else [os.path.normpath(code / root) for root in found.roots]
+
+
+def _record(code: Path | None) -> CodeSnapshot | None:
+    if code is None:
+        return None
+    found = RunDir(code.parent.parent).code(code.name)
+    if found is None or not code.is_dir():
+        raise JobFailed(
+            f"the snapshot of the code that was submitted is gone: {code}", "submit again: tula profile or tula train"
+        )
+    return found
+
+
+# --- What it imports and reads
+#
+# A script that lies in a git repository comes with all of it, wherever it was called from: with what git tracks, and with
+# text files that it has not been told to ignore. Another comes with the code and the settings under its own folder, and with
+# what its import statements lead to under the folder where tula was called.
+
+SETTINGS = {".yaml", ".yml", ".toml", ".cfg", ".ini", ".conf", ".gin", ".json"}
+WITHOUT_GIT = {*SCRIPTS, ".yaml", ".yml", ".json", ".toml", ".cfg"}
+OUTPUT = {
+    "checkpoints",
+    "lightning_logs",
+    "logs",
+    "mlruns",
+    "multirun",
+    "output",
+    "outputs",
+    "runs",
+    "tb_logs",
+    "wandb",
+}
+"""Folders into which scripts write: of what git does not track in them, nothing is code."""
+MAX_LOOKED = 20_000
+"""Files and folders that are looked at where git does not tell which there are."""
+
+
+def of_script(script: Script, workdir: Path, *, path: Sequence[str] | None = None) -> Selection:
+    """Return what a snapshot of a script's code holds; nothing where the command runs no file of the user's own.
+
+    Its digest is over the code and the settings: not over data, keys, job files of tula, and JSON files that git does not
+    track and the command does not name, which most scripts write themselves.
+
+    Args:
+        script: the section of the spec.
+        workdir: where the command runs.
+        path: where python looks for modules besides `workdir`; sys.path by default.
+
+    Raises:
+        SpecError: there is no file of the command's name, or it cannot be read.
+    """
+    home, path = workdir.resolve(), sys.path[1:] if path is None else path
+    words = words_of(script.command)
+    found = program(words, home, path=path) if script.code == "snapshot" else None
+    if found is None:
+        return Selection(home, (), (), (), (), exact=True)
+    base, listed, beyond = _listed(found, home, path)
+    own = _own(found, base, listed)
+    keys = [file for file in own if is_key(file) and file != found.file]
+    copied, left_out = _bounded(found, base, {file: listed[file] for file in own if file not in keys})
+    named, start = _named(words, home), found.file.relative_to(base).as_posix()
+    modules = [file for file in copied if file == found.file or _counts(file, tracked=listed[file], named=named)]
+    return Selection(
+        base,
+        _roots(found, home, path, base, copied),
+        tuple(sorted(modules)),
+        tuple(sorted({*copied} - {*modules})),
+        (*left_out, *beyond),
+        keys=tuple(keys),
+        start=start,
+        program="" if found.module else start,
+        exact=True,
+    )
+
+
+def remarks(script: Script, workdir: Path) -> tuple[str, ...]:
+    """Say where the code that runs is not, or not all of it, what was submitted."""
+    by_then = "what runs is what the files are by then"
+    if script.code == "none":
+        return (f"script.code is none: no code is copied, and {by_then}",)
+    words = words_of(script.command)
+    found = program(words, workdir)
+    if found is None:
+        return (
+            ()
+            if modules_of(words)
+            else (f"script.command names no file of your own: no code is copied, and {by_then}",)
+        )
+    if found.file.suffix in SHELL:
+        return (
+            f"{found.file.name} itself is copied, but files that it names are looked for in {workdir}: a change to them reaches"
+            " jobs submitted before",
+        )
+    return ()
+
+
+# --- which files there are
+
+
+def _listed(found: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
+    """Return the folder that a snapshot mirrors, the files under it, whether git tracks each, and folders not looked into."""
+    left_out: list[Path] = []
+    known = code_selection.files(found.file.parent)
+    if known is not None and found.file in known[1] and found.root.is_relative_to(known[0]):
+        base, listed = known
+    else:
+        base = home if found.file.is_relative_to(home) else found.root
+        files, left_out = _walk(found.root)
+        listed = dict.fromkeys(files, False)
+    roots = [found.root, *(root for root in import_roots(home, path) if root.is_relative_to(base))]
+    return base, {**dict.fromkeys(follow_imports([found.file], base, roots), False), **listed}, left_out
+
+
+def _walk(start: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files under a folder that are code or settings by their names, and the folders with more than it looks at."""
+    files: list[Path] = []
+    left_out: list[Path] = []
+    waiting, looked = deque([start]), 0
+    while waiting and looked < MAX_LOOKED:
+        folder = waiting.popleft()
+        try:
+            with os.scandir(folder) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        looked += len(entries)
+        below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        inside = [Path(entry.path) for entry in entries if Path(entry.name).suffix in WITHOUT_GIT]
+        if len(entries) <= code_selection.MAX_ENTRIES or folder == start:
+            waiting.extend(folder for folder in below if not is_foreign(folder))
+            files += inside
+        elif any(file.suffix in CODE for file in inside):
+            left_out.append(folder)
+    return files, [*left_out, *waiting]
+
+
+# --- which of them are copied
+
+
+def _own(found: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
+    """Return those files that are there, and neither hidden nor installed nor of a run."""
+    foreign = cache(is_foreign)
+    return [
+        file
+        for file in listed
+        if file == found.file
+        or (file.is_file() and not file.name.startswith(".") and not any(map(foreign, _between(file, base, found))))
+    ]
+
+
+def _between(file: Path, base: Path, found: Program) -> Iterator[Path]:
+    """Yield the folders from a file up to `base`, without those that hold the command's file too."""
+    return (folder for folder in file.parents if folder.is_relative_to(base) and folder not in found.file.parents)
+
+
+def _bounded(found: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
+    """Return what is copied and what is beyond the bounds; what is nearest to the command's file comes first."""
+    copied, left_out, total = [found.file], [], found.file.stat().st_size
+    for file in sorted(listed.keys() - {found.file}, key=lambda file: (_distance(found.file, file), file)):
+        if not listed[file] and (
+            OUTPUT & {folder.name for folder in _between(file, base, found)} or not _is_text(file)
+        ):
+            continue
+        size = file.stat().st_size
+        within = size <= code_selection.MAX_FILE and total + size <= code_selection.MAX_FILES
+        if within and len(copied) < code_selection.MAX_COUNT and os.access(file, os.R_OK):
+            copied.append(file)
+            total += size
+        else:
+            left_out.append(file)
+    return copied, left_out
+
+
+def _distance(one: Path, other: Path) -> int:
+    """Return the steps from one file's folder to the other's, through the tree."""
+    common = os.path.commonpath([one.parent, other.parent])
+    return len(one.parts) + len(other.parts) - 2 * len(Path(common).parts)
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return b"\0" not in opened.read(8192)
+    except OSError:
+        return False
+
+
+# --- which of those are in the digest
+
+
+def _counts(file: Path, *, tracked: bool, named: set[Path]) -> bool:
+    if file.suffix in CODE:
+        return True
+    if file.suffix not in SETTINGS or _is_job(file):
+        return False
+    return tracked or file.suffix != ".json" or file in named
+
+
+def _named(words: Iterable[str], home: Path) -> set[Path]:
+    """Return the paths that the words of a command may name."""
+    return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
+
+
+def _is_job(file: Path) -> bool:
+    """Return whether a file is a job.yaml with a script, whose settings are in the signatures as far as they count."""
+    if file.suffix not in (".yaml", ".yml"):
+        return False
+    text = file.read_text(errors="replace")
+    return bool(re.search(r"^script:", text, re.MULTILINE)) and bool(re.search(r"\bcommand:", text))
+
+
+# --- from where python imports them
+
+
+def _roots(found: Program, home: Path, path: Sequence[str], base: Path, copied: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the folders of the copied files that python imports from in the job, the command's own first.
+
+    `home` is none of them where only tula looks there, and not the command: it might hide what is installed.
+    """
+    given = {(home / entry).resolve() for entry in path}
+    asked = [root for root in import_roots(home, path) if root != home or root in given]
+    first = [] if found.file.suffix in SHELL else [found.root]
+    roots = dict.fromkeys([*first, *asked, *_installed_in_place(copied)])
+    return tuple(
+        root for root in roots if root.is_relative_to(base) and any(file.is_relative_to(root) for file in copied)
+    )
+
+
+def _installed_in_place(copied: Iterable[Path]) -> Iterator[Path]:
+    """Yield the folders of packages that this python imports from where they are: `pip install --editable`."""
+    folders = {file.parent for file in copied if file.name == "__init__.py"}
+    for package in sorted(folder for folder in folders if folder.parent not in folders):
+        try:
+            spec = importlib.util.find_spec(package.name)
+        except (ImportError, ValueError):
+            continue
+        if spec is not None and spec.origin and Path(spec.origin).resolve().parent == package:
+            yield package.parent

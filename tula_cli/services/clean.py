@@ -1,0 +1,233 @@
+"""`tula clean`: what runs hold, and what of it may go. Nothing of a run that a job may still write to."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tula_cli.cluster.local import LocalLauncher
+from tula_cli.cluster.scheduler import SchedulerState
+from tula_cli.cluster.schedulers import scheduler_of
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.errors import TulaError
+from tula_cli.host import machine_lock
+from tula_cli.run import format as run_format
+from tula_cli.run.clean import Holding, Wish, free, holdings, parts, size_of
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Job
+from tula_cli.run.snapshot import Snapshot
+from tula_cli.spec.resources import KINDS
+
+JUST_SUBMITTED_SECONDS = 600.0
+"""Seconds for which a job that SLURM does not know counts as one that it does not know yet."""
+
+Ask = Callable[[Sequence[str]], Mapping[str, SchedulerState]]
+"""Asks SLURM about jobs, by its own ids."""
+
+
+@dataclass(frozen=True)
+class RunSpace:
+    """What one run holds on the disk. Bytes."""
+
+    id: str
+    path: Path
+    held: int  # all of it
+    changed: float  # when the newest of it was written (Unix time)
+    holdings: tuple[Holding, ...]  # what may go
+    kept: str = ""  # why nothing of it may go now
+    lives: bool = False  # a job of it runs, or waits, or nobody can tell; else it is damaged, or of another format
+    final: tuple[str, ...] = ()  # trainings, by signature, that cannot be resumed afterwards
+    compared: tuple[str, ...] = ()  # those of `tula compare` of which nothing is left to evaluate
+
+    @property
+    def size(self) -> int:
+        return sum(holding.size for holding in self.holdings)
+
+
+@dataclass(frozen=True)
+class CleanResult:
+    """What was freed."""
+
+    files: int  # and folders
+    size: int  # bytes
+    problems: tuple[str, ...]  # why some of it is still there
+
+
+def measure_runs(
+    runs: Iterable[RunDir],
+    *,
+    keep_best: bool = False,
+    compared: bool = False,
+    older: float | None = None,
+    ask: Ask = scheduler.ask_states,
+    now: Callable[[], float] = time.time,
+) -> list[RunSpace]:
+    """Return what runs hold and what of it may go, largest first; nothing is changed. SLURM is asked once for all jobs.
+
+    Args:
+        runs: this user's own.
+        keep_best: of finished trainings leave the best weights alone.
+        compared: free the finished trainings of `tula compare`, whole.
+        older: only runs in which nothing was written for so many seconds; None for all.
+        ask: who asks SLURM.
+        now: Unix time.
+    """
+    run_spaces, snapshots_by_run = [], {}
+    for run in runs:
+        size, changed = size_of(run.path)
+        if older is None or now() - changed >= older:
+            run_space, snapshots_by_run[run.path] = _measure_run(
+                run, size, changed, keep_best=keep_best, compared=compared
+            )
+            run_spaces.append(run_space)
+    paths = [run_space.path for run_space in run_spaces if run_space.holdings]
+    why = dict(zip(paths, _reasons_to_keep([snapshots_by_run[path] for path in paths], ask, now()), strict=True))
+    spaces = [
+        _keep_all(run_space, reason) if (reason := why.get(run_space.path)) else run_space for run_space in run_spaces
+    ]
+    return sorted(spaces, key=lambda run_space: (-run_space.size, -run_space.held))
+
+
+def _keep_all(run_space: RunSpace, why: str) -> RunSpace:
+    return replace(run_space, kept=why, lives=True, holdings=(), final=(), compared=())
+
+
+def _measure_run(
+    run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool
+) -> tuple[RunSpace, list[Snapshot]]:
+    """Return what a run holds, with a look at each of its parts; of a damaged one, or of another format, nothing may go."""
+    removable: list[Holding] = []
+    snapshots: list[Snapshot] = []
+    try:
+        run_format.require_known(run.path)
+        for part in parts(run.path):
+            snapshots.append(Snapshot(part))
+            cells = comparison.cells if compared and (comparison := RunDir(part).comparison()) else ()
+            removable += holdings(part, Wish(keep_best, frozenset(cell.signature for cell in cells)))
+    except TulaError as error:
+        return RunSpace(run.id, run.path, size, changed, (), kept=error.message), snapshots
+    compared_trainings = tuple(
+        dict.fromkeys(_training_signature(holding) for holding in removable if holding.kind == "compared")
+    )
+    final = tuple(
+        dict.fromkeys(
+            _training_signature(holding)
+            for holding in removable
+            if holding.kind == "checkpoints" and _is_newest(holding.path)
+        )
+    )
+    return RunSpace(
+        run.id, run.path, size, changed, tuple(removable), final=final, compared=compared_trainings
+    ), snapshots
+
+
+def _training_signature(holding: Holding) -> str:
+    return holding.path.parent.parent.name
+
+
+def _is_newest(path: Path) -> bool:
+    """Return whether no later checkpoint is left to go on from."""
+    return all(checkpoint.name <= path.name for checkpoint in path.parent.glob("[0-9]*"))
+
+
+# --- who still works
+
+
+def _reasons_to_keep(runs: Sequence[Sequence[Snapshot]], ask: Ask, now: float) -> list[str]:
+    """Say of each run, given by its parts, why nothing of it may go; empty of one that no job lives of."""
+    ids = [
+        id_
+        for snapshots in runs
+        for snapshot in snapshots
+        for job in _readable_jobs(snapshot)
+        if job.scheduler == "slurm"
+        for id_ in job.ids
+    ]
+    states = ask(ids) if ids else {}
+    holders = [ticket.holder for ticket in machine_lock.living_tickets()]
+    return [
+        next((reason for snapshot in snapshots if (reason := _why_alive(snapshot, states, holders, now))), "")
+        for snapshots in runs
+    ]
+
+
+def _readable_jobs(snapshot: Snapshot) -> list[Job]:
+    with contextlib.suppress(TulaError):
+        return snapshot.jobs
+    return []
+
+
+def _why_alive(snapshot: Snapshot, states: Mapping[str, SchedulerState], holders: Sequence[str], now: float) -> str:
+    try:
+        jobs = snapshot.jobs
+        if snapshot.damaged_jobs:
+            return f"{snapshot.damaged_jobs[0].message}: nobody knows whether that job runs"
+        local = LocalLauncher().states(snapshot, [job for job in jobs if job.scheduler == "local"])
+        if job_ids := [id_ for job in jobs if job.scheduler not in KINDS for id_ in job.ids]:
+            states = {**states, **scheduler_of(RunDir(snapshot.path).spec().cluster).ask(job_ids)}
+    except TulaError as error:
+        return error.message
+    for name, _, run in (holder.partition(" of ") for holder in holders):
+        if run == str(snapshot.here):
+            return f"{name} measures, trains or waits on this machine"
+    for job in jobs:
+        state = local[job.id] if job.scheduler == "local" else _queue_state(job, states, now)
+        if state.state != "ended":
+            reason_text = f" ({state.reason})" if state.reason else ""
+            who = "SLURM" if job.scheduler == "slurm" else "its scheduler"
+            description = f"may run: {who} does not tell" if state.state == "unknown" else f"is {state.state}"
+            return f"{job.id} {description}{reason_text}"
+    return ""
+
+
+def _queue_state(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
+    """Return the state of a job that lives while one of its links does."""
+    states = [known[id_] for id_ in job.ids if id_ in known]
+    if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED_SECONDS:
+        return SchedulerState("pending", "just submitted")
+    return next((state for state in states if state.state != "ended"), SchedulerState("ended"))
+
+
+# --- doing it
+
+
+def free_space(run_spaces: Iterable[RunSpace]) -> CleanResult:
+    """Free what `spaces` has found. A run that a command has submitted jobs of since is left as it is.
+
+    Interrupted at any place, the same call goes on.
+    """
+    files, size, problems = 0, 0, []
+    for run_space in run_spaces:
+        if not run_space.holdings:
+            continue
+        try:
+            with _lock_run(run_space):
+                for holding in run_space.holdings:
+                    free(holding)
+                    files, size = files + 1, size + holding.size
+        except TulaError as error:
+            problems.append(f"{run_space.id}: {error.message}")
+    return CleanResult(files, size, tuple(problems))
+
+
+@contextlib.contextmanager
+def _lock_run(run_space: RunSpace) -> Iterator[None]:
+    """Keep others from submitting jobs of a run meanwhile.
+
+    Raises:
+        TulaError: another command does, or has submitted some since the look.
+    """
+    with contextlib.ExitStack() as locks:
+        for part in parts(run_space.path):
+            lock = RunDir(part).lock
+            if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
+                raise TulaError(f"another tula command ({owner}) is submitting jobs of it; nothing more was freed")
+            locks.callback(lock.release)
+            jobs = part / "jobs"
+            with contextlib.suppress(FileNotFoundError):
+                newest = max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(jobs)), default=0.0)
+                if newest > run_space.changed:
+                    raise TulaError("a job of it was submitted meanwhile; nothing of it was freed")
+        yield

@@ -1,0 +1,235 @@
+"""`tula evaluate`: what the weights of a training come to on a test set."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli import words
+from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_positive
+from tula_cli.host.failures import FAILURE_KINDS, advice
+from tula_cli.plugins import is_import_string
+from tula_cli.run import imports
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.files import is_regular
+from tula_cli.run.jobfile import parts_with_data
+from tula_cli.run.records.results import Evaluated
+from tula_cli.run.records.tasks import EvaluateTask, TrainTask
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.services.events import EvaluationPlanned, Note, Work
+from tula_cli.services.progress.ending import micro_batch
+from tula_cli.services.waiting import (
+    Dependencies,
+    DetachedJobs,
+    WaitPolicy,
+    interruption_of_jobs,
+    require_confirmed,
+    wait_for_jobs,
+    warn_new_jobs,
+)
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import evaluation_signature
+
+BEST, LAST = "best", "last"
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What is to be evaluated."""
+
+    weights: str | None = None  # best, last or the path of a file; None: best where there is one, else last
+    training: str | None = None  # its signature; None for the one that was started last
+    nodes: int = 1
+    fresh: bool = False  # evaluate although it is known what they come to
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """An evaluation before anything is submitted."""
+
+    part: Part
+    task: EvaluateTask
+    found: Evaluated | None  # what is known of it already
+
+
+def prepare_evaluation(
+    run: RunDir, spec: JobSpec, request: EvaluationRequest, *, node_type: str | None = None
+) -> PreparedEvaluation:
+    """Decide which weights are evaluated, and on what; nothing is written.
+
+    Args:
+        run: with the training.
+        spec: the job, whose test set, metrics and cluster count; the rest is that of the training.
+        request: what is asked for.
+        node_type: look for trainings on this type alone.
+
+    Raises:
+        SpecError: a script trains by itself, or there is no such type, training or file.
+        BadMeasurements: nothing is trained yet, or nothing of it is saved.
+    """
+    require_positive(nodes=request.nodes)
+    if spec.script is not None:
+        raise SpecError(
+            "tula evaluate is for tula's own loop, and this job has section script",
+            "how its weights are loaded and evaluated is the script's own matter",
+        )
+    part, trained = _find_training(run, spec, request.training, node_type)
+    files = part.run.training(trained.signature)
+    name, path = _find_weights(files, request.weights)
+    is_own_checkpoint = name in (BEST, LAST)
+    if not (path.is_dir() or is_regular(path)):
+        raise SpecError(f"{path} is no regular file: it holds no weights", "choose others with --weights")
+    stat = path.stat()
+    identity = (
+        {"name": name, "samples": path.stem}
+        if is_own_checkpoint
+        else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
+    )
+    job = _evaluation_job(trained.spec, part.spec)
+    key = evaluation_signature(job, identity, code=_code_digest(job, Path(trained.workdir)))
+    id_ = f"evaluate-{trained.signature}-{key}"
+    task = EvaluateTask(
+        id=id_, job=id_, spec=job, workdir=trained.workdir, nodes=request.nodes, signature=trained.signature, key=key,
+        weights=name, path=str(path), samples=int(path.stem) if is_own_checkpoint else None, local_batch=micro_batch(trained),
+        code=trained.code,
+    )  # fmt: skip
+    return PreparedEvaluation(part, task, None if request.fresh else files.evaluation(key))
+
+
+def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type: str | None) -> tuple[Part, TrainTask]:
+    """Return the training that is meant, by its newest task, and the part of the run that it is in."""
+    parts = parts_with_data(run, spec, node_type) if run.exists else []
+    trainings: list[tuple[float, int, Part, TrainTask]] = []
+    for number, part in enumerate(parts):
+        snapshot = part.run.read()
+        submitted = {job.id: job.submitted_at for job in snapshot.jobs}
+        tasks = [task for task in snapshot.tasks if isinstance(task, TrainTask)]
+        trainings += [(submitted.get(task.job, 0.0), number, part, task) for task in tasks]
+    signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
+    if not signatures:
+        raise BadMeasurements(
+            f"nothing was trained for {spec.name} yet ({words.near(run.path)})", "run tula train first"
+        )
+    if signature is not None and signature not in signatures:
+        raise SpecError(f"--training {signature}: there is no such training", f"there are {', '.join(signatures)}")
+    matching = [entry for entry in trainings if signature in (None, entry[3].signature)]
+    *_, part, task = max(matching, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
+    return part, task
+
+
+def _find_weights(files: TrainingRun, requested: str | None) -> tuple[str, Path]:
+    """Return the weights by name and file: of the training's own the checkpoint that best or last points at now."""
+    if requested not in (None, BEST, LAST):
+        assert requested is not None
+        path = Path(requested).expanduser().absolute()
+        if not path.exists():  # that of a model in shares is a folder
+            raise SpecError(f"--weights {requested}: there is no such file", "or name best or last")
+        return str(path), path
+    best, newest = files.weights(), files.checkpoints()
+    if not newest:
+        raise BadMeasurements(
+            f"training {files.signature} has saved no weights yet",
+            "tula status tells how far it is; --training names another one, --weights a file",
+        )
+    if best is not None and requested != LAST:
+        return BEST, (best.parent / best.readlink() if best.is_symlink() else best).absolute()
+    if requested == BEST:
+        raise BadMeasurements(
+            f"training {files.signature} has ended no epoch yet, so there is no best one",
+            "--weights last takes the newest",
+        )
+    return LAST, newest[0].absolute()
+
+
+def _code_digest(job: JobSpec, workdir: Path) -> str:
+    """Return the digest of the user's own code that an evaluation runs; empty for none."""
+    named = job.dataset.test.name if job.dataset.test else None
+    names = [*imports.import_strings(job), *([named] if named and is_import_string(named) else [])]
+    return imports.digest_of_files(imports.files_of_import_strings(names, workdir), workdir)
+
+
+def _evaluation_job(trained: JobSpec, current: JobSpec) -> JobSpec:
+    """Return the job as it was trained, with the test set, the metrics, the loader and the cluster of now."""
+    dataset = trained.dataset.model_copy(update={"test": current.dataset.test})
+    # best_checkpoint and early_stopping name metrics, so they go with these: a record whose names do not fit could not be read again
+    of_now = {key: getattr(current.train, key) for key in ("metrics", "best_checkpoint", "early_stopping", "workers")}
+    train = trained.train.model_copy(update=of_now)
+    return trained.model_copy(update={"dataset": dataset, "train": train, "cluster": current.cluster})
+
+
+def run_evaluation(
+    evaluation: PreparedEvaluation, dependencies: Dependencies, wait_policy: WaitPolicy
+) -> Work[Evaluated | DetachedJobs]:
+    """Evaluate, or attach to the job where it is under way, or tell what is known.
+
+    Args:
+        evaluation: what `prepare` has decided.
+        dependencies: launcher, and who is asked before something is submitted to a cluster.
+        wait_policy: whether and how long to wait.
+
+    Raises:
+        OverBudget: not confirmed.
+        Pending: the time to wait is over.
+        Interruption: Ctrl-C; the job goes on, unless it is to be cancelled.
+        TulaError: it has failed, by the table of endings.
+        SchedulerError: it was refused.
+    """
+    part, task = evaluation.part, evaluation.task
+    if part.type is not None:
+        yield Note(f"node type {part.type}")
+    if evaluation.found is not None:
+        when = words.moment(evaluation.found.evaluated_at)
+        yield Note(f"evaluated before, {when}; --fresh evaluates again, as where the samples have changed")
+        return evaluation.found
+    launcher = dependencies.launcher_for(part.spec)
+    going_on = unfinished_jobs(part.run, launcher, [task.job])
+    if not going_on:
+        planned = EvaluationPlanned(task)
+        yield planned
+        if part.spec.cluster.kind != "local":  # here it costs nothing, and no more memory than the training
+            require_confirmed(dependencies.confirm, planned)
+    try:
+        _start_job(part.run, task, launcher)
+        if not wait_policy.should_wait(part.spec):
+            yield from warn_new_jobs(part.run, launcher, [task.job], going_on, part.spec)
+            return DetachedJobs((task.job,), tuple(going_on))
+        yield from wait_for_jobs(part.run, launcher, [task.job], wait_policy)
+    except KeyboardInterrupt:
+        raise interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
+    return evaluation_result(part.run, task)
+
+
+def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
+    """Submit the job; one under way is left alone."""
+    with submitting(run):
+        if unfinished_jobs(run, launcher, [task.job]):
+            return
+        run.training(task.signature).drop_evaluation(task.key)
+        run.uncancel(task.job)
+        run.write_task(task)
+        run.write_job(launcher.submit(run, task))
+
+
+def evaluation_result(run: RunDir, task: EvaluateTask) -> Evaluated:
+    """Return what an evaluation has found.
+
+    Raises:
+        JobFailed: it is gone.
+        TulaError: it has failed, by the table of endings.
+    """
+    evaluation = run.training(task.signature).evaluation(task.key)
+    if evaluation is not None:
+        return evaluation
+    attempts = run.attempts(task.id)
+    last_attempt = attempts[-1] if attempts else None
+    if (
+        last_attempt is None
+        or last_attempt.outcome is None
+        or last_attempt.outcome == "done"
+        or run.is_cancelled(task.job)
+    ):
+        raise JobFailed(
+            f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
+        )
+    where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
+    hint = advice(last_attempt.outcome, last_attempt.message, spec=task.spec)
+    raise FAILURE_KINDS[last_attempt.outcome].error(f"evaluation failed{where}: {last_attempt.message}", hint)

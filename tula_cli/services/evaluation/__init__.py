@@ -1,1 +1,0 @@
-"""The weights of a training, evaluated on a test set."""

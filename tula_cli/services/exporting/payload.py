@@ -1,0 +1,436 @@
+"""Settings, numbers and curves of a run and its trainings, as they are sent to a tracker."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.run.directory import Part
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Environment, Measured
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.results import CountedEnergy, Evaluated, Summary, TrainResult, Tuning
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.secrets import may_be_secret, without_secrets
+from tula_cli.run.snapshot import Result, Snapshot
+from tula_cli.run.step_series import StepSeries
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.services.exporting.destination import digest
+from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.merge import leaves
+from tula_cli.words import configuration, first_line, plural
+from tula_cli.words import number as number_word
+
+# --- A run and its probes
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is sent of one run at a tracker, but for its curves."""
+
+    run: Described
+    state: State
+    ended: float  # Unix time, of its end so far
+    params: Mapping[str, Scalar] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    artifacts: tuple[Path, ...] = ()
+
+    def digests(self) -> dict[str, str]:
+        """Return what is compared with what was sent before."""
+        parts = {
+            "params": dict(self.params),
+            "tags": dict(self.tags),
+            "numbers": dict(self.numbers),
+            "state": self.state,
+        }
+        return {name: digest(part) for name, part in parts.items()}
+
+
+def settings(spec: JobSpec) -> dict[str, Scalar]:
+    """Return a job's settings by their keys, `a.b.c`, those that say something; without what may be a secret."""
+    content = spec.model_dump(mode="json", exclude={"export"})
+    return {key: value for key, given in leaves(content) if (value := _setting(key, given)) is not None}
+
+
+def _setting(key: str, value: Any) -> Scalar | None:
+    if isinstance(value, bool | int | float):
+        return value if not isinstance(value, float) or math.isfinite(value) else None
+    if value is None or value in ("", [], {}):
+        return None
+    name = key.rpartition(".")[2]
+    if isinstance(value, list):  # the words and lines of a command keep what is no secret
+        return None if may_be_secret(name, "") else without_secrets(" ".join(map(str, value)))
+    return None if may_be_secret(name, str(value)) else str(value)
+
+
+def environment(found: Environment | None) -> dict[str, Scalar]:
+    """Return what something ran on; nothing where that is not known."""
+    if found is None:
+        return {}
+    names = (
+        "hardware",
+        "driver",
+        "backend",
+        "python",
+        "torch",
+        "torchvision",
+        "tula",
+        "cuda",
+        "nccl",
+        "system",
+        "workers",
+    )
+    told = {f"env.{name}": value for name in names if (value := getattr(found, name)) not in (None, "")}
+    variables = {f"env.{name}": value for name, value in found.variables.items() if not may_be_secret(name, value)}
+    return {**told, "env.hosts": " ".join(found.hosts), **variables}
+
+
+def environment_in(row: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return what a row of metrics.jsonl says that a training runs on; nothing where it was damaged."""
+    try:
+        return environment(Environment.model_validate(row))
+    except ValidationError:
+        return {}
+
+
+def of_run(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> Told:
+    """Return what is sent of a whole run: its settings, what it ran on, and the recommendation.
+
+    Args:
+        part: the run, or the part of it on one type of node.
+        look: at it.
+        name: what it is called.
+        active: whether a job of it is queued or running.
+        artifacts: files to send.
+    """
+    answer, results = look.recommendation, look.results
+    measured = [result for result in results if isinstance(result, Measured)]
+    moments = [job.submitted_at for job in look.jobs] + [result.measured_at for result in measured]
+    ran_on = measured[0].environment if measured else None
+    return Told(
+        Described("run", "run", name, min(moments, default=0.0)),
+        "running" if active else "finished",
+        max([*moments, *([answer.created_at] if answer else [])], default=0.0),
+        {**settings(part.spec), **environment(ran_on)},
+        _answer_words(answer),
+        {"probes/measured": len(measured), "probes/in_all": len(results), **_answer_numbers(answer)},
+        artifacts,
+    )
+
+
+def _answer_words(answer: Recommendation | None) -> dict[str, str]:
+    if answer is None:
+        return {}
+    told = {
+        "recommended": configuration(answer.choice.nodes, answer.choice.batch, answer.choice.local_batch),
+        "objective": answer.objective,
+        "reason": answer.reason,
+        "price": answer.price,
+        "fit": answer.fit,
+        "node_type": answer.choice.type,
+    }
+    warnings = {f"warning.{number:02d}": text for number, text in enumerate(answer.warnings, 1)}
+    return {f"recommendation.{key}": text for key, text in {**told, **warnings}.items() if text}
+
+
+def _answer_numbers(answer: Recommendation | None) -> dict[str, float]:
+    if answer is None:
+        return {}
+    names = (
+        "nodes",
+        "batch",
+        "local_batch",
+        "hours",
+        "hours_low",
+        "hours_high",
+        "cost",
+        "step_time",
+        "kwh",
+        "peak_memory",
+    )
+    return {f"recommended/{name}": value for name, value in _numbers_of(answer.choice, names)}
+
+
+def _numbers_of(row: Prediction, names: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    for name in names:
+        if (value := getattr(row, name)) is not None and math.isfinite(value):
+            yield name, float(value)
+
+
+def of_probe(result: Result, name: str, parent: str, *, at: float) -> Told:
+    """Return what is sent of a probe: its configuration, and what a step took there.
+
+    Args:
+        result: of the probe.
+        name: what the whole run is called.
+        parent: the tracker's id of that.
+        at: Unix time of a probe that does not tell its own.
+    """
+    nodes, gpus, local = result.nodes, result.gpus_per_node, result.local_batch
+    sizes = {"nodes": nodes, "gpus_per_node": gpus, "batch": nodes * gpus * local, "local_batch": local}
+    if isinstance(result, Measured):
+        run = Described(result.id, "probe", name, result.measured_at - sum(result.step_times), parent)
+        params = {**sizes, "accumulate": result.accumulate, **environment(result.environment)}
+        return Told(run, "finished", result.measured_at, params, {"outcome": result.kind}, probe_numbers(result))
+    run = Described(result.id, "probe", name, at, parent)
+    state: State = "failed" if result.kind == "failed" else "finished"
+    words = {"outcome": result.kind, "message": without_secrets(first_line(result.message))}
+    return Told(run, state, at, sizes, {key: value for key, value in words.items() if value})
+
+
+def probe_numbers(probe: Measured) -> dict[str, float]:
+    """Return what a step of a probe took: seconds, samples a second, bytes of one GPU, joules; what is not known is absent."""
+    step, gradients = trimmed_mean(probe.step_times), probe.gradients
+    told = {
+        "step_time": step,
+        "samples_per_second": probe.batch / step,
+        "sync_time": probe.sync_time,
+        "compute_time": probe.compute_time,
+        "data_wait": probe.data_wait,
+        "peak_memory": probe.memory.peak,
+        "capacity": probe.capacity,
+        "joules_a_step": probe.energy,
+        "gradient_norm_sqr": None if gradients is None else gradients.norm_sqr,
+        "checkpoint_time": probe.overheads.checkpoint,
+        "eval_batch_time": probe.overheads.eval_batch,
+        "startup_time": probe.overheads.startup,
+    }
+    return {key: float(value) for key, value in told.items() if value is not None and math.isfinite(value)}
+
+
+# --- A training
+
+_STEP = ("loss", "lr", "batch", "step_time", "data_wait", "compute", "sync", "tokens_per_second", "padding")
+_EVALUATED = {"eval_loss": "loss", "top1": "top1", "top5": "top5", "perplexity": "perplexity"}
+_PLACE = ("kind", "time", "samples")
+_OF_PREDICTION = ("step_time", "predicted_step", "step_low", "step_high", "eval_seconds", "within")
+
+
+def state_of(training: TrainingRun, *, active: bool, cancelled: bool) -> State:
+    """Return how far a training is, by its files.
+
+    Args:
+        training: which.
+        active: whether a job of it is queued or running.
+        cancelled: whether the user has ended its job.
+    """
+    if training.result() is not None:
+        return "finished"
+    if active:
+        return "running"
+    attempts = training.attempts()
+    return "killed" if cancelled or (attempts and attempts[-1].outcome in ("cancelled", "signal")) else "failed"
+
+
+def of_training(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: str, *, active: bool) -> Told:
+    """Return what is sent of a training, but for its curves.
+
+    Args:
+        look: at the run.
+        tasks: of the training, first attempt first.
+        name: what the whole run is called.
+        parent: the tracker's id of that.
+        active: whether its job is queued or running.
+    """
+    first, task = tasks[0], tasks[-1]
+    training = look.training(task.signature)
+    attempts, summary, result = training.attempts(), training.summary(), training.result()
+    began = min((attempt.started_at for attempt in attempts), default=0.0)
+    ended = max([began, *(attempt.ended_at or attempt.started_at for attempt in attempts)])
+    sizes = {"nodes": first.nodes, "batch": first.batch, "gpus_per_node": first.spec.cluster.gpus_per_node}
+    return Told(
+        Described(task.job, "training", name, began, parent),
+        state_of(training, active=active, cancelled=bool(look.cancelled_by(task.job))),
+        ended,
+        {**settings(first.spec), **sizes, **_predicted(first)},
+        {**_attempt_words(attempts, tasks), **_tuning_words(training.tuning()), **_end_words(summary)},
+        dict(_finite(_end_numbers(summary, result, training.energy(), training.evaluations()))),
+    )
+
+
+def _predicted(task: TrainTask) -> dict[str, float]:
+    names = ("hours", "hours_low", "hours_high", "cost", "step_time", "kwh")
+    found = task.prediction
+    told = {} if found is None else {f"predicted.{name}": getattr(found, name) for name in names}
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def _attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:
+    """Return how each start of the ranks ended, one a tag."""
+    by_id = {task.id: task for task in tasks}
+    told = {}
+    for number, attempt in enumerate(attempts, 1):
+        task = by_id.get(attempt.task)
+        where = f"{plural(task.nodes)}, batch {task.batch}" if task else attempt.task
+        goes_on = f", from sample {attempt.samples}" if attempt.samples else ""
+        why = f" ({task.cause})" if task and task.cause and attempt.number == 1 else ""
+        ended = attempt.outcome or "running"
+        words = without_secrets(first_line(attempt.message)) if attempt.message else ""
+        told[f"attempt.{number:02d}"] = f"{where}{goes_on}{why}: {ended}" + f": {words}" * bool(words)
+    return told
+
+
+def _tuning_words(found: Tuning | None) -> dict[str, str]:
+    """Return what the branches of a self-tuning training came to."""
+    if found is None:
+        return {}
+    told = {
+        f"branch.{number:02d}": f"{one.arm}, rung {one.rung}: loss {number_word(one.loss)}"
+        + " (diverged)" * one.diverged
+        for number, one in enumerate(found.branches, 1)
+    }
+    return {**told, **({"branch.chosen": found.chosen.name} if found.chosen else {})}
+
+
+def _end_words(summary: Summary | None) -> dict[str, str]:
+    if summary is None:
+        return {}
+    told = {"ended": summary.ended, "relaunches": "; ".join(summary.causes), "currency": summary.currency}
+    return {key: without_secrets(text) for key, text in told.items() if text}
+
+
+def _end_numbers(
+    summary: Summary | None,
+    result: TrainResult | None,
+    energy: CountedEnergy | None,
+    evaluations: Iterable[Evaluated],
+) -> dict[str, float | None]:
+    told: dict[str, float | None] = {}
+    if result is not None:
+        told |= {f"final/{name}": value for name, value in result.metrics.items()}
+        told |= {"best/epoch": result.best_epoch, "best/top1": result.best_top1, "best/loss": result.best_loss}
+        told |= {f"best/{result.best.metric}": result.best.value} if result.best else {}
+        told |= {"samples": result.samples, "steps": result.steps}
+    if summary is not None:
+        for name in ("hours", "cost", "step", "kwh"):
+            told |= {f"{when}/{name}": getattr(summary, f"{when}_{name}") for when in ("predicted", "actual")}
+        told["attempts"] = summary.attempts
+    if energy is not None:
+        told["energy/kwh"] = energy.kwh
+    for found in evaluations:
+        which = (
+            f"{'test' if found.test else 'eval'}/{found.weights if found.weights in ('best', 'last') else found.key}"
+        )
+        told |= {f"{which}/{name}": value for name, value in found.metrics.items()}
+    return told
+
+
+# --- curves
+
+
+_NO_CURVE = ("warning", "environment", "change", "branch")
+"""Kinds of rows that have no place on a curve: they are words, or of other weights than the training's."""
+
+
+def points_of(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Point | int]:
+    """Yield one point for all rows at one position, in their order, and where a start went back to, as a number of samples.
+
+    Args:
+        rows: of metrics.jsonl; what is no finite number in them is left out.
+        batch: the global batch of rows that do not tell theirs.
+    """
+    samples, time, values = -1, 0.0, dict[str, float]()
+    for row in rows:
+        if row["kind"] in _NO_CURVE:
+            continue
+        if row["samples"] != samples and values:
+            yield Point(samples, time, values)
+            values = {}
+        if row["kind"] == "start":
+            yield int(row["samples"])
+        samples, time, batch = int(row["samples"]), float(row["time"]), row.get("batch") or batch
+        values |= _finite(_values({"batch": batch, **row}))
+    if values:
+        yield Point(samples, time, values)
+
+
+_KEPT = {"norm": "gradients/norm", "delta": "gradients/delta", "scaled": "ags/step_scaled", "factor": "ags/factor"}
+"""Columns of `StepSeries` by the names that they have at a tracker."""
+
+
+def with_steps(points: Sequence[Point], kept: StepSeries, *, after: int) -> list[Point]:
+    """Return points together with what is kept of the steps between them: the steps of a tracker only grow.
+
+    Args:
+        points: ascending by samples, of the rows of metrics.jsonl, which come after the steps that they tell of.
+        kept: of every step.
+        after: samples up to which all was sent.
+    """
+    if not points:
+        return []
+    places = [point.samples for point in points]
+    found = {point.samples: point for point in points}
+    for at, samples in enumerate(kept.samples):
+        if after < samples <= places[-1]:
+            nearest = points[bisect_left(places, samples)]
+            own = found.get(samples, Point(samples, nearest.time, {}))
+            told = _finite({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
+            found[samples] = Point(samples, own.time, {**told, **own.values})
+    return [found[samples] for samples in sorted(found) if found[samples].values]
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a row by the names that they have at a tracker."""
+    kind = row["kind"]
+    told: dict[str, Any] = {"epoch": row.get("epoch")}
+    if kind == "step":
+        told |= {f"train/{name}": row.get(name) for name in _STEP} | _pace(row) | _ags(row)
+    elif kind == "epoch":
+        told |= {f"eval/{name}": row.get(key) for key, name in _EVALUATED.items()}
+        told |= {f"eval/{name}": value for name, value in (row.get("metrics") or {}).items()}
+        told |= {f"per_epoch/{name}": row.get(name) for name in _OF_PREDICTION}
+        told |= {"train/loss": row.get("loss"), "train/lr": row.get("lr"), "train/batch": row.get("batch")}
+        told |= _ags(row) | _gradients(row.get("diagnostics")) | _of_method(row)
+    elif kind in ("start", "stage"):
+        told |= {f"train/{name}": row.get(name) for name in ("batch", "lr", "beta2", "nodes")}
+        told |= {"attempt": row.get("attempt"), "stage": row.get("stage")}
+    else:
+        told |= {f"{kind}/{name}": value for name, value in _leaves(row) if name not in (*_PLACE, "epoch")}
+    return told
+
+
+def _pace(row: Mapping[str, Any]) -> dict[str, float | None]:
+    step, batch = row.get("step_time"), row.get("batch")
+    return {"train/samples_per_second": batch / step if batch and step else None}
+
+
+def _ags(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what gradient scaling did: mean factor, share of steps scaled, shares of factors at their bounds."""
+    found = row.get("ags") or {}
+    return {f"ags/{name}": value for name, value in found.items() if name not in ("so_far", "factors")}
+
+
+def _gradients(found: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the quantiles of |G| and of Delta(G) over the steps of an epoch."""
+    parts = {name: (found or {}).get(name) or {} for name in ("norm", "delta")}
+    return {f"gradients/{name}_{which}": value for name, part in parts.items() for which, value in part.items()}
+
+
+_EPOCH = {*_PLACE, *_EVALUATED, *_OF_PREDICTION, "epoch", "loss", "lr", "batch", "ags", "diagnostics", "metrics"}
+
+
+def _of_method(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a training method of its own tells of an epoch."""
+    return {f"method/{name}": value for name, value in _leaves(row) if name.partition(".")[0] not in _EPOCH}
+
+
+def _leaves(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are numbers and finite; a truth is 1 or 0."""
+    return {
+        name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
+    }

@@ -1,0 +1,260 @@
+"""One run and one tracker: what is new since the last look is sent, and what was sent is written down."""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tula_cli.cluster.relaunch import ALLOCATION_LOST, needs_new_allocation
+from tula_cli.errors import TrackerError
+from tula_cli.run.directory import Part
+from tula_cli.run.files import make_folder, write_error
+from tula_cli.run.lock import SubmissionLock
+from tula_cli.run.owner import require_own
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.snapshot import Snapshot
+from tula_cli.services.exporting import destination as state
+from tula_cli.services.exporting.destination import Destination, Sent, SentRun
+from tula_cli.services.exporting.exporter import Exporter, Point, State, TrackedRun
+from tula_cli.services.exporting.payload import (
+    Told,
+    environment_in,
+    of_probe,
+    of_run,
+    of_training,
+    points_of,
+    with_steps,
+)
+
+_AT_ONCE = 2000
+"""Points that are sent before it is written down that they were."""
+FILES = ("recommended.yaml", "results.csv")
+"""Of a run, that are sent as they are."""
+
+
+@dataclass
+class Counted:
+    """What was sent in one look."""
+
+    runs: int = 0  # that are new at the tracker
+    points: int = 0
+    files: int = 0
+
+    def __add__(self, other: "Counted") -> "Counted":
+        return Counted(self.runs + other.runs, self.points + other.points, self.files + other.files)
+
+
+@dataclass
+class Session:
+    """A run that is sent to a tracker, look after look.
+
+    Args:
+        part: the run, or the part of it on one type of node.
+        name: what the tracker calls it.
+        destination: the tracker.
+        reports: makes the files to send beside those of the run: the report. It is called at looks where no job is under way.
+    """
+
+    part: Part
+    name: str
+    destination: Destination
+    reports: Callable[[Part], tuple[Path, ...]] = lambda _: ()
+    _exporter: Exporter | None = None
+    _open: dict[str, TrackedRun] = field(default_factory=dict)
+    _sent: Sent = field(init=False)
+    _ended: dict[str, tuple[State, float]] = field(default_factory=dict)
+    _lock: SubmissionLock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sent = self._read()
+        self._lock = SubmissionLock(self.record.with_suffix(".lock"))
+
+    @property
+    def record(self) -> Path:
+        return self.destination.record(self.part.run.path)
+
+    @property
+    def runs(self) -> dict[str, SentRun]:
+        """What was sent, by the keys of the runs at the tracker."""
+        return dict(self._sent.runs)
+
+    def _read(self) -> Sent:
+        place = self.destination
+        found = (
+            None if place.gone else state.read(self.record)
+        )  # what was sent to a place that is gone is to be sent again
+        new = Sent(to=place.to, uri=place.uri, project=place.project)
+        return new if found is None else found.model_copy(update={"uri": place.uri})
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[str]:
+        """Be the only one that sends this run there; yields whose it is where another process does, else nothing."""
+        require_own(self.part.run.path)
+        try:
+            make_folder(self.record.parent)
+        except OSError as error:
+            raise write_error(self.record.parent, error) from error
+        owner = (
+            self._lock.acquire() and self._lock.acquire()
+        )  # the first takes over what a process that ended left behind
+        try:
+            if not owner:
+                self._sent = self._read()
+            yield owner
+        finally:
+            if not owner:
+                self._lock.release()
+
+    # --- one look
+
+    def look(self, *, active: bool) -> Counted:
+        """Send what is new.
+
+        Args:
+            active: whether a job of the run is queued or running; else all that is there is sent, and ends are told.
+
+        Raises:
+            TrackerError: the tracker does not answer or refuses; what was sent until then is written down.
+            TulaError: the run cannot be read or written.
+        """
+        try:
+            return self._look(self.part.run.read(), active=active)
+        except TrackerError as error:
+            self._open, self._exporter = {}, None  # what is open there may be of no use any more
+            self._sent = self._sent.model_copy(update={"problem": error.message})
+            state.write(self.record, self._sent)
+            raise
+
+    def _look(self, look: Snapshot, *, active: bool) -> Counted:
+        files = tuple(path for name in FILES if (path := look.path / name).is_file())
+        if not active:  # a report on what goes on would be another one at each look
+            files += self.reports(self.part)
+        whole = of_run(self.part, look, self.name, active=active, artifacts=files)
+        if self._exporter is None:
+            self._exporter = self.destination.exporter()
+        self._lock.heartbeat()
+        found = self._settle(whole)
+        parent = self._sent.runs["run"].id
+        for result in look.results:
+            found += self._settle(of_probe(result, self.name, parent, at=whole.ended))
+            self._close_ended()
+        for tasks in _trainings(look):
+            told = of_training(look, tasks, self.name, parent, active=active and _is_moving(look, tasks))
+            if told.run.started:  # else it waits for its nodes
+                found += self._curves(look, told, tasks[-1])  # first: what goes back takes away what comes after it
+                found += self._settle(told)
+                self._close_ended()
+        self._close_ended()
+        if self._sent.problem:
+            self._keep(problem="")
+        return found
+
+    def close(self) -> None:
+        """Leave every run at the tracker as far as it is."""
+        for key in list(self._open):
+            how, at = self._ended[key]
+            self._open.pop(key).close(how, at=at)
+
+    # --- one run at the tracker
+
+    def _opened(self, told: Told) -> TrackedRun:
+        key = told.run.key
+        if key not in self._open:
+            assert self._exporter is not None
+            known = self._sent.runs.get(key)
+            newest = -1 if known is None else known.samples
+            self._open[key] = self._exporter.open(
+                told.run,
+                known=None if known is None else known.id,
+                after=None if newest < 0 else newest,
+            )
+            if known is None:
+                self._keep(key, SentRun(id=self._open[key].id))
+        return self._open[key]
+
+    def _settle(self, told: Told) -> Counted:
+        """Send settings, words, single numbers and files, where any of them is new."""
+        key = told.run.key
+        known, settled = self._sent.runs.get(key), told.digests()
+        files = {path.name: state.digest(path.read_bytes()) for path in told.artifacts}
+        self._ended[key] = (told.state, told.ended)
+        if known is not None and known.settled == settled and known.artifacts == files:
+            return Counted()
+        run = self._opened(told)
+        before = self._sent.runs[key]
+        changed = {name for name, found in settled.items() if before.settled.get(name) != found}
+        if "params" in changed:
+            run.params(told.params)
+        if "tags" in changed:
+            run.tags(told.tags)
+        if "numbers" in changed:
+            run.summary(told.numbers, at=Point(before.samples, told.ended, {}) if before.samples >= 0 else None)
+        new = [path for path in told.artifacts if before.artifacts.get(path.name) != files[path.name]]
+        for path in new:
+            run.artifact(path)
+        self._keep(key, before.model_copy(update={"settled": settled, "artifacts": files}))
+        return Counted(runs=int(known is None or not known.settled), files=len(new))
+
+    def _close_ended(self) -> None:
+        """Close what is over: a tracker need not hold a run open that nothing more comes to."""
+        for key in [key for key in self._open if self._ended[key][0] != "running"]:
+            how, at = self._ended[key]
+            self._open.pop(key).close(how, at=at)
+
+    def _curves(self, look: Snapshot, told: Told, task: TrainTask) -> Counted:
+        """Send the points of a training that are new."""
+        key, files = told.run.key, look.training(task.signature)
+        known, whole = self._sent.runs.get(key) or SentRun(id=""), told.state != "running"
+        self._ended[key] = (told.state, told.ended)
+        rows = state.rows_to_send(files.metrics_path, whole=whole)
+        starts = {float(row["time"]): int(row["samples"]) for row in rows if row["kind"] == "start"}
+        went_back = min((samples for at, samples in starts.items() if at not in known.starts), default=known.samples)
+        points = [item for item in points_of(rows, batch=task.batch) if isinstance(item, Point)]
+        if went_back >= known.samples and not any(point.samples > known.samples for point in points):
+            return Counted()
+        run, newest = self._opened(told), known.samples
+        for row in rows:
+            if row["kind"] == "environment":
+                run.params(environment_in(row))
+        if went_back < newest and run.rewind(went_back):
+            newest = went_back
+        # a tracker that keeps what it has is sent what goes beyond that; steps are read after the rows, which come after them
+        points = with_steps([point for point in points if point.samples > newest], files.steps(), after=newest)
+        update = {"starts": tuple(sorted({*known.starts, *starts})), "samples": newest}
+        self._keep(key, self._sent.runs[key].model_copy(update=update))
+        for begin in range(0, len(points), _AT_ONCE):
+            some = points[begin : begin + _AT_ONCE]
+            run.points(some)
+            self._keep(key, self._sent.runs[key].model_copy(update={"samples": some[-1].samples}))
+            self._lock.heartbeat()
+        return Counted(points=len(points))
+
+    def _keep(self, key: str = "", known: SentRun | None = None, **update: str) -> None:
+        """Write down what was sent."""
+        runs = {**self._sent.runs, key: known} if known is not None else self._sent.runs
+        self._sent = self._sent.model_copy(update={"runs": runs, **update})
+        state.write(self.record, self._sent)
+
+
+def _trainings(look: Snapshot) -> list[list[TrainTask]]:
+    """Return the tasks of each training, first attempt first."""
+    found = defaultdict[str, list[TrainTask]](list)
+    for task in look.tasks:
+        if isinstance(task, TrainTask):
+            found[task.signature].append(task)
+    return [sorted(tasks, key=lambda task: task.attempt) for tasks in found.values()]
+
+
+def _is_moving(look: Snapshot, tasks: Sequence[TrainTask]) -> bool:
+    """Return whether a training goes on while jobs of its run do: it has not ended of what nothing follows from.
+
+    A relaunch is written down before the end of the attempt that it follows.
+    """
+    newest = tasks[-1]
+    attempts = look.training(newest.signature).attempts()
+    if not attempts or attempts[-1].outcome is None or attempts[-1].task != newest.id:
+        return True
+    outcome = attempts[-1].outcome
+    elsewhere = outcome in (*ALLOCATION_LOST, "signal", "disk") or needs_new_allocation(outcome, newest.spec.cluster)
+    return elsewhere and not look.cancelled_by(newest.job)

@@ -1,0 +1,610 @@
+"""`tula init`: a job file from a template, from a command or from a script of sbatch, and the JSON Schemas for editors."""
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from tula_cli.assets import find_asset
+from tula_cli.cluster.slurm import site
+from tula_cli.cluster.slurm.site import (
+    Site,
+    TemplateLine,
+    measuring_settings,
+    parse_gres,
+    parse_minutes,
+    quote_word,
+    write_settings,
+)
+from tula_cli.errors import SpecError
+from tula_cli.run.files import MODE_FOR_ALL, write_atomic
+from tula_cli.spec.json_schema import Kind, json_schema
+from tula_cli.spec.scripts.command_text import training_command
+from tula_cli.spec.scripts.launchers import NODES, Known, Unknown, slurm_options
+from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.proposal import Missing, job_name, missing, sections, yaml_word
+from tula_cli.spec.scripts.recognition import Recognised, recognise, recognise_command
+from tula_cli.spec.scripts.shell import Option, Word
+from tula_cli.spec.slurm_options import ROOM
+from tula_cli.words import plural
+
+# --- Schemas for editors
+
+SCHEMA_FOLDER = ".tula"
+"""Relative to the folder of the job: it is found without a network, from any machine, and hidden files are no part of the code
+that a run holds."""
+_TULA_SCHEMA = '"$id": "urn:tula:'
+
+
+def schema_path(kind: Kind) -> Path:
+    """Return the path of a schema, relative to the folder of the job."""
+    return Path(SCHEMA_FOLDER, f"{kind}.schema.json")
+
+
+def write_schema(kind: Kind, path: Path) -> None:
+    """Write the schema, over an older one but nothing else.
+
+    Raises:
+        TulaError: this installation has no sources, and so no descriptions.
+        SpecError: the file is there, and no schema of tula's.
+        CannotWrite: it cannot be written.
+    """
+    if path.is_dir() or (path.exists() and _TULA_SCHEMA not in _read_beginning(path)):
+        raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it")
+    text = json.dumps(json_schema(kind), indent=1, ensure_ascii=False) + "\n"
+    write_atomic(path, text, mode=MODE_FOR_ALL)
+
+
+def _read_beginning(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(400).decode(errors="replace")
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from None
+
+
+def with_schema(text: str, job: Path) -> str:
+    """Write the schemas beside a job that is to be written, and return the job's text with the line that names its schema.
+
+    Args:
+        text: of the job.
+        job: its path.
+
+    Raises:
+        TulaError, SpecError, CannotWrite: as of `write_schema`.
+    """
+    for kind in get_args(Kind):
+        write_schema(kind, job.parent / schema_path(kind))
+    return f"# yaml-language-server: $schema={schema_path('job').as_posix()}\n{text}"
+
+
+# --- From a command
+
+TEMPLATES: Mapping[str, str] = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
+LENGTH_QUESTION = "epochs"
+"""Key of the answer to how long the script trains."""
+_MINUTES = 20  # of a measuring job, in which the script starts once a batch
+_BATCH_RANGE_BELOW, _BATCH_RANGE_ABOVE = 2, 8  # how far below and above the batch of today is measured, at least
+_HEAD = """\
+# A job for tula around a training script as it is. It stands for the command
+#
+#   {line}
+#
+# in which tula puts numbers of its own in place of {{placeholders}} and starts it as often as it takes:
+#
+#   tula check job.yaml        shows what would be measured and what it costs at most
+#   tula profile job.yaml      starts it for some steps at each number of nodes and batch, and measures it from inside
+#   tula recommend             chooses nodes and batch for time, cost or the knee between the two
+#   tula train                 starts it there, and again from its checkpoint after an interruption
+#
+# `batch` is global (samples an optimizer step over all GPUs), `local_batch` is one GPU's. A value can be given on the
+# command line instead: --set search.nodes=[2,4]. What is commented out is the default, or an example where there is none.
+
+name: {name} # the run's directory is tula-runs/<name>-<signature>
+
+"""
+
+
+@dataclass(frozen=True)
+class FromCommand:
+    """A job file, and what of the command it is made of."""
+
+    text: str
+    recognised: Recognised
+    missing: tuple[Missing, ...]  # what the command does not tell, in the order of the file
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the file can be used as it is."""
+        return not any(key.required for key in self.missing)
+
+    @property
+    def placeholders(self) -> dict[str, tuple[str, str]]:
+        """Return what each recognised option was, and what stands there now: "--lr": ("0.1", "lr")."""
+        return {flag: (self.recognised.values[name], name) for flag, name in self.recognised.flags.items()}
+
+
+def job_from_command(
+    line: str,
+    kind: Literal["local", "slurm"],
+    offered: Site | None = None,
+    *,
+    gpus: int = 0,
+    answers: Mapping[str, str] | None = None,
+) -> FromCommand:
+    """Return a commented job file for a command.
+
+    Args:
+        line: the command as it is typed today, with its launcher.
+        kind: where the job will run.
+        offered: what the scheduler tells; for slurm it is filled in.
+        gpus: that this machine has; a local job searches as many nodes as they make.
+        answers: to the questions that were raised before, by their keys.
+
+    Raises:
+        Unknown: the command does not tell for certain what can be asked.
+        SpecError: the command cannot be used.
+        TulaError: the installation lacks its templates.
+    """
+    gpus_available = gpus if kind == "local" else _gpus_of(offered)
+    recognised = with_length(
+        recognise(line, Known(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
+    )
+    if kind == "local":
+        text = _fit_to_machine(
+            write_job_around(line, recognised, kind), per_node=recognised.gpus_per_node or 1, gpus=gpus
+        )
+    else:
+        text = write_job_around(line, recognised, kind)
+        if offered is not None:
+            text = _match_site_settings(site.fill_template(text, offered), recognised, offered)
+        text = site.write_settings(text, shell_settings(recognised))
+    text = with_batches(text, recognised)
+    warnings = [*recognised.warnings, *_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
+    return FromCommand(text, recognised, missing(recognised), tuple(warnings))
+
+
+def with_length(recognised: Recognised, answers: Mapping[str, str] | None) -> Recognised:
+    """Return what was recognised with the epochs that were asked for, where the command tells no length."""
+    epochs = (answers or {}).get(LENGTH_QUESTION)
+    return (
+        replace(recognised, script={**recognised.script, "length": {"epochs": int(epochs)}}) if epochs else recognised
+    )
+
+
+def write_job_around(line: str, recognised: Recognised, kind: Literal["local", "slurm"], *, name: str = "") -> str:
+    """Return the job file around a command, before what is known of the machines is put into it.
+
+    Args:
+        line: the command as it was typed.
+        recognised: the parts of the command.
+        kind: where the job will run.
+        name: of the job; empty: as its script is called.
+    """
+    arguments = [*recognised.wrapper] if kind == "local" or not _is_wrapper_list(recognised.wrapper) else []
+    if arguments:  # no section of the job has a place for them
+        command = " ".join([*(shlex.quote(argument.replace("{", "{{").replace("}", "}}")) for argument in arguments), recognised.script["command"]])  # fmt: skip
+        recognised = replace(recognised, script={**recognised.script, "command": command})
+    shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
+    return (
+        _HEAD.format(line=shown, name=name or job_name(recognised))
+        + sections(recognised)
+        + "\n"
+        + _search_section(kind)
+    )
+
+
+def shell_settings(recognised: Recognised) -> Iterator[TemplateLine]:
+    """Yield what stands around the command in a job of SLURM: words before each rank, and lines before the job."""
+    if recognised.wrapper and _is_wrapper_list(recognised.wrapper):
+        arguments = ", ".join(yaml_word(argument, flow=True) for argument in recognised.wrapper)
+        yield TemplateLine(
+            "cluster.slurm.wrapper", f"[{arguments}]", "before the command of every rank, as in the command"
+        )
+    if recognised.setup:
+        yield TemplateLine("cluster.slurm.setup", f"[{', '.join(yaml_word(line, flow=True) for line in recognised.setup)}]", "before the job; without set -e a failure goes unnoticed")  # fmt: skip
+
+
+def _is_wrapper_list(arguments: Sequence[str]) -> bool:
+    """Tell whether words may be those of cluster.slurm.wrapper."""
+    return all(argument and argument.isprintable() for argument in arguments)
+
+
+def _gpus_of(offered: Site | None) -> int:
+    """Return how many GPUs a node of the default partition has; 0 where that is not known."""
+    kinds = offered.default.kinds if offered is not None and offered.default is not None else ()
+    return kinds[0].gpus[0].count if kinds and kinds[0].gpus else 0
+
+
+def _search_section(kind: str) -> str:
+    """Return what the templates say from section `search` on: what a script is measured by is nobody else's."""
+    text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
+    return text[text.index("\nsearch:") + 1 :]
+
+
+def _set_key(text: str, key: str, value: str, why: str, *, section: str = "") -> str:
+    """Return a job file with another value at a key of a section, commented out or not.
+
+    It is there once, or `section` tells after whose head.
+    """
+    position = text.index(f"\n{section}:") if section else 0
+    replaced, count = re.subn(
+        rf"^  (?:# )?{key}:.*$", lambda _: f"  {key}: {value} # {why}", text[position:], count=1, flags=re.MULTILINE
+    )
+    assert count == 1, key
+    return text[:position] + replaced
+
+
+def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
+    if gpus < 1:
+        nodes, node_comment = [1, 2], f"here every node is {_describe_processes(per_node)} of this machine"
+    else:
+        nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
+        node_comment = f"here a node is {plural(per_node, 'GPU')} of this machine's {gpus}"
+    text = _set_key(text, "nodes", str(nodes), node_comment)
+    text = re.sub(r"^  max_seconds:.*$", "  # max_seconds: 60 # at the latest then", text, count=1, flags=re.MULTILINE)
+    text = _set_key(text, "max_minutes", str(_MINUTES), "of one measuring job, at most; the script starts once a batch")
+    hours = sum(nodes) * _MINUTES / 60
+    cap = math.ceil(12 * hours) / 10
+    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
+    comment = f"of all of them, {sum_} x {_MINUTES} minutes = {hours:.3g}; beyond, nothing is started"
+    return _set_key(text, "max_node_hours", f"{cap:g}", comment)
+
+
+def _match_site_settings(text: str, recognised: Recognised, offered: Site) -> str:
+    """Put right what the site says of other ranks, and of workers where the command has no place for them."""
+    if "workers" not in names(recognised.script["command"]):
+        text = re.sub(
+            r"^  workers: .*$", "  # workers: auto # with {workers} in the command", text, count=1, flags=re.MULTILINE
+        )
+    partition = offered.default
+    if recognised.gpus_per_node is None or partition is None or not partition.kinds:
+        return text
+    cpus = partition.kinds[0].cpus
+    line = f"    cpus_per_task: {max(1, cpus // recognised.gpus_per_node)} # a rank; a node has {cpus}"
+    return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
+
+
+def with_batches(text: str, recognised: Recognised) -> str:
+    """Set which batches are measured: around that of today, and what the launcher says of the GPUs."""
+    if recognised.gpus_per_node is not None:
+        text = _set_key(
+            text,
+            "gpus_per_node",
+            str(recognised.gpus_per_node),
+            "processes a node, as in the command",
+            section="cluster",
+        )
+    text = re.sub(r"^  max_batch:.*\n", "", text, count=1, flags=re.MULTILINE)
+    batch = recognised.script["reference"].get("batch")
+    if batch is None:
+        lines = _set_key(text, "min_batch", "32", "smallest global batch; batches are min_batch x 2^k")
+        return re.sub(
+            r"^(  min_batch:.*)$", r"\1" + "\n  max_batch: 256 # the largest", lines, count=1, flags=re.MULTILINE
+        )
+    nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
+    least, most = batch_range(recognised, batch, nodes)
+    below = "half of that of today" if least < batch else "that of today"
+    text = _set_key(
+        text, "min_batch", str(least), f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"
+    )
+    above = f"\n  max_batch: {most} # {most // batch} times that of today; memory may end it earlier"
+    return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
+
+
+def batch_range(recognised: Recognised, batch: int, nodes: list[int]) -> tuple[int, int]:
+    """Return the smallest and the largest global batch to measure.
+
+    Half of today's where that divides among the GPUs of the fewest nodes; and 8 times today's, or what gives each GPU of the
+    most nodes its batch of today.
+
+    Args:
+        found: the command.
+        batch: of today, global.
+        nodes: numbers of nodes that are searched.
+    """
+    micro_batches = recognised.accumulate
+    half, odd = divmod(batch, _BATCH_RANGE_BELOW)
+    divides = not odd and half % (min(nodes) * (recognised.gpus_per_node or 1) * micro_batches) == 0
+    return half if divides else batch, batch * max(_BATCH_RANGE_ABOVE, max(nodes))
+
+
+def _machine_warnings(recognised: Recognised, offered: Site | None, *, gpus: int) -> list[str]:
+    """Return where the command does not agree with the machines.
+
+    Args:
+        found: the command.
+        offered: what the scheduler tells of them.
+        gpus: of this machine, where it is to run here; else 0.
+    """
+    requested, partition = recognised.gpus_per_node, offered.default if offered is not None else None
+    if requested is None:
+        return []
+    description = f"the command starts {_describe_processes(requested)} a node"
+    if 0 < gpus < requested:
+        return [f"{description}, and this machine has {plural(gpus, 'GPU')}: set cluster.gpus_per_node"]
+    available = _gpus_of(offered) or requested
+    if partition is None or available == requested:
+        return []
+    return [
+        f"{description}, and those of partition {partition.name} have {plural(available, 'GPU')}: set cluster.gpus_per_node"
+    ]
+
+
+def _describe_processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+# --- From a script of sbatch
+
+_SETTINGS = {"partition": "partition", "account": "account", "qos": "qos", "constraint": "constraint",
+             "reservation": "reservation", "exclude": "exclude", "mem": "memory"}  # fmt: skip
+"""Options of sbatch that are settings of cluster.slurm as they are."""
+_SIZES = {"nodes", "ntasks", "ntasks_per_node", "gres", "gpus", "gpus_per_node", "gpus_per_task", "cpus_per_task",
+          "cpus_per_gpu", "time", "job_name", "exclusive", "chdir"}  # fmt: skip
+_LEFT_OUT = {"array", "dependency", "output", "error", "open_mode", "input", "requeue", "no_requeue", "signal", "wait", "parsable",
+             "quiet", "verbose", "test_only", "hold", "wrap", "ntasks_per_gpu", "gpu_bind", "label", "unbuffered",
+             "kill_on_bad_exit", "begin", "deadline", "jobid", "overlap", "exact", "pty", "time_min"}  # fmt: skip
+"""Options that are about one job, its output or its tasks."""
+_COMMAND_STARTS = re.compile(r"^\s*[^#\s]")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The resources and options that a script asks SLURM for."""
+
+    options: Mapping[str, Option]  # by long names with underscores
+    answered: int = 0  # nodes, as the user said
+
+    def text(self, name: str) -> str:
+        return self.options[name].value.text if name in self.options else ""
+
+    def count(self, name: str, default: int = 0) -> int:
+        """Return a number.
+
+        Raises:
+            SpecError: it is none.
+        """
+        if not (text := self.text(name)):
+            return default
+        if not re.fullmatch(r"[1-9]\d{0,5}", text):
+            raise SpecError(f"#SBATCH {self.options[name].written}: {text!r} is no number", "give the number")
+        return int(text)
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes.
+
+        Raises:
+            Unknown: SLURM chooses it.
+        """
+        tasks, tasks_per_node = self.count("ntasks"), self.count("ntasks_per_node")
+        if "nodes" in self.options or self.answered:
+            return self.answered or self.count("nodes")
+        if tasks > 1 and not tasks_per_node:
+            written = self.options["ntasks"].written
+            raise Unknown(
+                f"#SBATCH {written} does not say on how many nodes they are",
+                "add a line #SBATCH --nodes=1, with the number",
+                key=NODES,
+                question=f"on how many nodes are the tasks of #SBATCH {written}?",
+            )
+        return max(1, math.ceil(tasks / tasks_per_node)) if tasks_per_node else 1
+
+    @property
+    def tasks_per_node(self) -> int:
+        total = self.count("ntasks")
+        return self.count("ntasks_per_node") or (max(1, total // self.nodes) if total else 1)
+
+    @property
+    def gpus(self) -> tuple[int, str, str]:
+        """GPUs of a node, their type, and the form in which they are asked for; 0: none are."""
+        forms = (("gres", 1), ("gpus_per_node", 1), ("gpus_per_task", self.tasks_per_node), ("gpus", 1 / self.nodes))
+        for name, times in forms:
+            text = self.text(name)
+            gpus = parse_gres(text if name == "gres" else f"gpu:{text}") if text else ()
+            if gpus:
+                form = name if name in ("gres", "gpus_per_task") and "," not in text else "gpus_per_node"
+                return max(1, int(gpus[0].count * times)), gpus[0].type, form
+        return 0, "", "none"
+
+    @property
+    def other_resources(self) -> str:
+        return ",".join(
+            resource for resource in self.text("gres").split(",") if resource and not resource.startswith("gpu")
+        )
+
+
+def job_from_sbatch(
+    text: str, source: str, offered: Site | None = None, *, answers: Mapping[str, str] | None = None
+) -> FromCommand:
+    """Return a commented job file for a script of sbatch.
+
+    Args:
+        text: of the script.
+        source: the name of its file.
+        offered: what the scheduler tells, if there is one.
+        answers: to the questions that were raised before, by their keys.
+
+    Raises:
+        Unknown: the script does not tell for certain what can be asked.
+        SpecError: the script cannot be used; the message names the line.
+    """
+    recognised_ = Known(answers or {})
+    request = replace(_read_request(text), answered=recognised_.answer(NODES) or 0)
+    _check_folder(request)
+    gpus, _, _ = request.gpus
+    recognised_ = replace(recognised_, gpus=gpus, nodes=request.nodes, tasks_per_node=request.tasks_per_node)
+    command = training_command(text, keeps_setup=True, variables=_slurm_variables(request))
+    recognised = with_length(recognise_command(command, recognised_), answers)
+    request = replace(request, options={**_options_of_srun(recognised.slurm), **request.options})
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
+    written = write_job_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
+    written = write_settings(written, [*_settings(request, recognised, offered), *shell_settings(recognised)])
+    left_out = [
+        f"{option.written}: tula decides it for each of its jobs"
+        for name, option in request.options.items()
+        if name in _LEFT_OUT
+    ]
+    recognised = replace(recognised, left_out=(*left_out, *recognised.left_out))
+    return FromCommand(
+        with_batches(written, recognised),
+        recognised,
+        missing(recognised),
+        (*recognised.warnings, *_sbatch_warnings(request, recognised)),
+    )
+
+
+def _read_request(text: str) -> _Request:
+    options: dict[str, Option] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if _COMMAND_STARTS.match(line):
+            break  # sbatch reads no further
+        if not (match := re.match(r"#SBATCH\s+(.*)", line)):
+            continue
+        try:
+            arguments = [Word(argument, argument) for argument in shlex.split(match[1], comments=True)]
+        except ValueError as error:
+            raise SpecError(f"line {number}: {line.strip()!r}: {str(error).lower()}") from None
+        known, other_words = slurm_options(arguments)
+        if other_words:
+            raise SpecError(f"line {number}: {other_words[0].text!r} is no option of sbatch", "correct the line")
+        options |= known
+    return _Request(options)
+
+
+def _check_folder(request: _Request) -> None:
+    if (folder := request.text("chdir")) and Path(folder).expanduser().resolve() != Path.cwd():
+        raise SpecError(
+            f"#SBATCH {request.options['chdir'].written} is not kept: jobs run in the folder that tula is run in",
+            f"run tula init in {folder}",
+        )
+
+
+def _slurm_variables(request: _Request) -> dict[str, str]:
+    """Return the variables that SLURM sets in the script's job, as far as they follow from what it asks for."""
+    gpus, _, _ = request.gpus
+    tasks = request.tasks_per_node
+    counts = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), request.nodes),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), request.count("ntasks") or tasks * request.nodes),
+        **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), tasks),
+        **dict.fromkeys(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), gpus),
+        "SLURM_GPUS": gpus * request.nodes,
+        "SLURM_CPUS_PER_TASK": request.count("cpus_per_task"),
+    }
+    texts = {"SLURM_JOB_NAME": request.text("job_name"), "SLURM_SUBMIT_DIR": str(Path.cwd())}
+    return {name: str(value) for name, value in {**counts, **texts}.items() if value}
+
+
+def _options_of_srun(options: Mapping[str, Option]) -> dict[str, Option]:
+    """Return what srun was asked for and the #SBATCH lines may not say."""
+    names = {*_SETTINGS, *_SIZES} - {"nodes", "ntasks", "chdir"}
+    return {name: option for name, option in options.items() if name in names}
+
+
+def _extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
+    """Return the options that are no settings of cluster.slurm, as section `extra` has them."""
+    names = options.keys() - {*_SETTINGS, *_SIZES, *_LEFT_OUT}
+    return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
+
+
+def _settings(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[TemplateLine]:
+    for name, key in _SETTINGS.items():
+        if text := request.text(name):
+            yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")
+    gpus, kind, form = request.gpus
+    yield TemplateLine(
+        "cluster.slurm.gpus", form, "how the script asks for them" if gpus else "the script asks for none"
+    )
+    if kind:
+        yield TemplateLine("cluster.slurm.gpu_type", quote_word(kind))
+    ranks = recognised.gpus_per_node or 1
+    yield TemplateLine("cluster.gpus_per_node", str(ranks))
+    if cpus_per_gpu := request.count("cpus_per_gpu"):
+        yield TemplateLine("cluster.slurm.cpus_per_task", str(cpus_per_gpu), "a rank, --cpus-per-gpu")
+    elif cpus := request.count("cpus_per_task"):
+        of_rank = max(1, cpus * request.tasks_per_node // ranks)
+        yield TemplateLine("cluster.slurm.cpus_per_task", str(of_rank), f"a rank: --cpus-per-task {cpus}, {plural(request.tasks_per_node, 'task')} per node")  # fmt: skip
+    exclusive = "exclusive" in request.options
+    yield TemplateLine(
+        "cluster.slurm.exclusive",
+        str(exclusive).lower(),
+        "whole nodes" if exclusive else "as in the script; true: whole nodes, whose times no neighbour spoils",
+    )
+    extra = _extra_options(request.options) | (
+        {"gres": other_resources} if (other_resources := request.other_resources) else {}
+    )
+    for key, extra_options, command in (
+        ("extra", extra, "sbatch"),
+        ("srun_extra", _extra_options(recognised.slurm), "srun"),
+    ):
+        if extra_options:
+            yield TemplateLine(f"cluster.slurm.{key}", json.dumps(extra_options), f"other options of {command}")
+    yield from _measuring_settings(request, offered)
+
+
+def _measuring_settings(request: _Request, offered: Site | None) -> Iterator[TemplateLine]:
+    """Yield what is searched, and for how long jobs may run."""
+    limit = parse_minutes(request.text("time"))
+    if limit:
+        yield TemplateLine(
+            "cluster.slurm.minutes", str(limit), f"time limit of a training job, --time {request.text('time')}"
+        )
+    partition = next((p for p in offered.partitions if p.name == request.text("partition")), None) if offered else None
+    most = partition.usable if partition is not None and partition.usable else 2 * request.nodes
+    nodes = sorted({max(1, request.nodes // 2), request.nodes, min(most, 2 * request.nodes)})
+    minutes = max(1, min(_MINUTES, (limit or _MINUTES) - ROOM))
+    yield from measuring_settings(nodes, minutes, f"around the script's {request.nodes}")
+
+
+def _sbatch_warnings(request: _Request, recognised: Recognised) -> Iterator[str]:
+    gpus, _, _ = request.gpus
+    ranks = recognised.gpus_per_node or 1
+    if not request.options:
+        yield "the script has no #SBATCH line, so what it asks for is not known: fill in section cluster"
+    if gpus and gpus != ranks:
+        yield (
+            f"the script asks for {plural(gpus, 'GPU')} per node, and its command starts"
+            f" {'1 process' if ranks == 1 else f'{ranks} processes'}: cluster.gpus_per_node is {ranks}"
+        )
+    if "nodes" in request.options and recognised.nodes != request.nodes:
+        yield (
+            f"the script asks for {plural(request.nodes)}, and its command runs on {recognised.nodes}: the global batch of today"
+            f" is that of {recognised.nodes}"
+        )
+
+
+# --- From a template
+
+_NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
+
+
+def job_from_template(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
+    """Return the text of a commented job spec.
+
+    Args:
+        kind: where the job will run.
+        offered: what the scheduler tells; for slurm it is filled in.
+        gpus: that this machine has; a local job searches as many nodes, of one GPU each, as there are.
+
+    Raises:
+        TulaError: the installation lacks its templates.
+    """
+    text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
+    if kind == "slurm":
+        return text if offered is None else site.fill_template(text, offered)
+    if gpus < 1:
+        return text
+    return _NODES_HERE.sub(
+        f"  nodes: {_powers_of_two(gpus)} # here a node is a GPU: {plural(gpus, 'GPU')}", text, count=1
+    )
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]

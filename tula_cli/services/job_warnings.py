@@ -1,0 +1,299 @@
+"""Warnings about a job before it runs: settings that are unlikely together, the precision on its GPUs, and the memory of its data loaders."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tula_cli.host.machine import machine_memory, shared_memory
+from tula_cli.models.memory.host_memory import DataMemory, data_memory
+from tula_cli.presets import DIVIDING
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import ClusterReport, Inspection
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
+from tula_cli.spec.slurm_options import Slurm, option
+from tula_cli.words import amount, plural
+
+# --- Computation on a GPU
+
+
+def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+    """Return what is to be told, a line each; of a GPU only where the job may run on one.
+
+    Args:
+        spec: the job.
+        inspection: of its model and dataset; None where that is not known yet.
+    """
+    if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
+        return tuple(_describe_loader(spec, inspection)) if "workers" in spec.script.placeholders else ()
+    loader = (*_describe_loader(spec, inspection), *_describe_scaling(spec))
+    if not _may_run_on_gpu(spec, inspection):
+        return loader
+    description = ", ".join(_describe_gpu_settings(spec, inspection))
+    return (f"on a GPU: {description or 'no tf32, no cudnn_benchmark'} (section train)", *loader)
+
+
+def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
+    """Yield what `train.workers: auto` comes to."""
+    cluster = spec.cluster
+    if spec.train.workers != "auto" or (cluster.kind == "local" and inspection is None):
+        return
+    ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
+    fewest, most = (
+        loader_process_range(spec, inspection, ranks=max(ranks))[0],
+        loader_process_range(spec, inspection, ranks=min(ranks))[1],
+    )
+    cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
+    if cluster.kind != "local":
+        who = "SLURM" if cluster.kind == "slurm" else "the scheduler"
+        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"by the cores that {who} gives it"
+    else:
+        assert inspection is not None
+        why = f"by its share of {plural(inspection.cpus, 'core')}"
+    number = str(most) if fewest == most else f"{fewest} to {most}"
+    yield f"data loader: {number} processes a rank, {why} (train.workers: auto)"
+
+
+def _describe_scaling(spec: JobSpec) -> Iterator[str]:
+    """Yield what gradient scaling is applied to, where that is not the gradient."""
+    if spec.train.facts.scales and spec.ags.resolved().apply_to == "update":
+        name = spec.optimizer.name
+        why = f": {name} divides a factor on its gradients out" if name in DIVIDING else ""
+        yield f"train.method {spec.train.method} scales the steps of {name}, not its gradients{why} (ags.apply_to: update)"
+
+
+def loader_process_range(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
+    """Return the fewest and the most data-loader processes that a rank may have, with so many ranks on a machine."""
+    train, slurm = spec.train, spec.cluster.slurm
+    if train.workers != "auto":
+        return train.workers, train.workers
+    if spec.cluster.kind == "local":
+        return (train.loaders(inspection.cpus / ranks),) * 2 if inspection else (FEWEST_WORKERS, MOST_WORKERS)
+    cpus_per_task = slurm.cpus_per_task if slurm is not None else None
+    return (train.loaders(cpus_per_task),) * 2 if cpus_per_task else (FEWEST_WORKERS, MOST_WORKERS)
+
+
+def _may_run_on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
+    """Return whether the jobs may run on GPUs: as the memory is estimated."""
+    if spec.cluster.device == "cpu":
+        return False
+    return spec.cluster.kind != "local" or (inspection is not None and inspection.device == "cuda")
+
+
+def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
+    train = spec.train
+    convolutional = inspection is None or inspection.convolutional
+    tensor_cores = train.tf32 or train.precision != "fp32"
+    if train.tf32:
+        yield "tf32 (float32 products and convolutions of 10 bits of mantissa)"
+    if train.channels_last is True:
+        yield "channels_last"
+    elif train.channels_last == "auto" and tensor_cores and convolutional:
+        yield "channels_last (NVIDIA's tensor cores; a network with 2-d convolutions)"
+    if train.compile:
+        yield "compile" if train.compile is True else f"compile ({train.compile})"
+    if train.deterministic:
+        yield "deterministic"
+    elif train.cudnn_benchmark == "auto":
+        yield "cudnn_benchmark (NVIDIA; all inputs have one shape)"
+    elif train.cudnn_benchmark:
+        yield "cudnn_benchmark"
+
+
+# --- Settings that are unlikely together
+
+
+def hardly_meant(spec: JobSpec, inspection: Inspection | None) -> list[str]:
+    """Return warnings about job settings that are valid one by one but unlikely in combination."""
+    warnings, epochs, workers = [], spec.train.epochs, spec.train.workers
+    if late := [f"{at:g}" for at in spec.schedule.milestones if at >= epochs]:
+        warnings.append(
+            f"schedule.milestones {', '.join(late)}: training ends after {plural(epochs, 'epoch')}, and the learning rate does"
+            " not fall there"
+        )
+    half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
+    if isinstance(half_life, float) and half_life < reference:
+        warnings.append(
+            f"optimizer.beta2_half_life {half_life:g} is less than a batch (train.reference_batch: {reference}): it is in"
+            " samples, not in steps, and auto is what the optimizer's beta2 comes to"
+        )
+    runs_here = inspection is not None and spec.cluster.kind == "local"
+    if (
+        inspection is not None
+        and runs_here
+        and workers != "auto"
+        and workers * spec.cluster.gpus_per_node > 2 * inspection.cpus
+    ):
+        warnings.append(
+            f"train.workers {workers}: a node's ranks start {workers * spec.cluster.gpus_per_node} loader processes on"
+            f" {inspection.cpus} cores, which slow each other down; auto is the cores that a rank has, less one"
+        )
+    return warnings
+
+
+def warn_ags_on_one_rank(spec: JobSpec) -> list[str]:
+    """Return where a script's gradients cannot be scaled for want of another rank, unless its loop offers a part of the batch."""
+    alone = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
+    if spec.script is None or not spec.train.facts.scales or not alone:
+        return []
+    remaining = [nodes for nodes in spec.search.nodes if nodes not in alone]
+    advice = f"search.nodes: {remaining}" if remaining else "two GPUs or more (search.nodes), train.method lbt or lrs"
+    return [
+        f"train.method ags on one GPU (search.nodes: {alone}) ends in the script's first steps, for there is no other rank to"
+        f" compare with, unless its loop calls tula_hooks.small_batch: take {advice}"
+    ]
+
+
+# --- Memory of data loaders
+
+HOW_TO_GET_SHARED = "a container gets more by --shm-size or --ipc=host"
+HOW_TO_NEED_LESS = "fewer train.workers, or more train.accumulate, take less"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """What a node has for the ranks' data. Bytes; None where that is not known."""
+
+    shared: int | None  # of /dev/shm
+    memory: int | None
+    source: str = "the machine has"  # of `memory`, in words
+
+    @classmethod
+    def of_nodes(cls, spec: JobSpec, run: RunDir | None) -> "NodeMemory":
+        """Return this machine's, or of SLURM's nodes what the job asks for and the newest check of them has told."""
+        if spec.cluster.kind == "local":
+            return cls(shared_memory(), machine_memory())
+        report = None if run is None else _newest_check(run)
+        shared = min((node.shared for node in report.nodes if node.shared), default=None) if report else None
+        if (requested := _requested_memory(spec)) is not None:
+            return cls(shared, requested, "cluster.slurm asks for")
+        return cls(shared, min(node.memory for node in report.nodes) if report else None, "a node has")
+
+
+def _newest_check(run: RunDir) -> ClusterReport | None:
+    reports = [(run.checks.report(task.id), int(task.id.rpartition("-")[2])) for task in run.check_tasks()]
+    return max(((number, report) for report, number in reports if report), key=lambda pair: pair[0], default=(0, None))[
+        1
+    ]
+
+
+def _requested_memory(spec: JobSpec) -> int | None:
+    """Return the bytes of a node that the job asks SLURM for; None where it asks for all, or for none in particular."""
+    slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
+    extra = {option(name): str(value) for name, value in slurm.extra.items()}
+    forms = (
+        (slurm.memory, 1),
+        (extra.get("mem-per-gpu"), ranks),
+        (extra.get("mem-per-cpu"), (slurm.cpus_per_task or 0) * ranks),
+    )
+    return next((size * count for text, count in forms if count and (size := _parse_size(text)) is not None), None)
+
+
+def _parse_size(text: str | None) -> int | None:
+    """Return the bytes of sbatch's --mem; None where all of a node's is asked for."""
+    match = re.match(r"(\d+)([KMGT]?)", (text or "").upper())
+    if match is None or int(match[1]) == 0:
+        return None
+    factor: int = 1024 ** (1 + "KMGT".index(match[2] or "M"))
+    return int(match[1]) * factor
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the data of one measuring job takes on a node. Bytes."""
+
+    ranks: int  # of a node
+    workers: int  # of a rank, at most
+    processes: int  # what the ranks hold before they have any data
+    data: dict[int, DataMemory]  # by local batch, ascending
+
+    def total(self, data: DataMemory) -> int:
+        return self.processes + data.total
+
+    @property
+    def description(self) -> str:
+        return f"{plural(self.ranks, 'rank')}, {self.workers} train.workers each"
+
+
+def check_memory(
+    spec: JobSpec, inspection: Inspection | None, jobs: Mapping[int, Sequence[int]], room: NodeMemory
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what of a search cannot run for want of a node's memory, and what of it may not, in words.
+
+    Args:
+        spec: the job.
+        inspection: tells the size of a sample; where there is none, or a script's own loader, nothing is known.
+        jobs: number of nodes to ascending local batches.
+        room: what a node has.
+    """
+    if inspection is None or not inspection.sample_bytes or not jobs:
+        return (), ()
+    planned = [_measuring_job(spec, inspection, nodes, sizes) for nodes, sizes in jobs.items()]
+    impossible = tuple(_impossible_problems(planned, room.shared))
+    return impossible, () if impossible else (
+        *_shared_memory_warnings(planned, room.shared),
+        *_total_memory_warnings(planned, room),
+    )
+
+
+def _measuring_job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _Job:
+    cluster = spec.cluster
+    ranks = cluster.gpus_per_node * (nodes if cluster.kind == "local" else 1)  # on this machine all are here
+    workers = loader_process_range(spec, inspection, ranks=ranks)[1]
+    on_gpu = cluster.device != "cpu" and (cluster.kind != "local" or inspection.device == "cuda")
+    sizes = [size // spec.train.accumulate for size in local_batches]
+    data = {
+        size: data_memory(sizes[:end], sample=inspection.sample_bytes, ranks=ranks, workers=workers, on_gpu=on_gpu)
+        for end, size in enumerate(local_batches, 1)
+    }
+    return _Job(ranks, workers, ranks * inspection.process, data)
+
+
+def _impossible_problems(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+    """Yield that in no job even one batch of each rank fits: the processes that write it would be killed (SIGBUS)."""
+    job = min(jobs, key=lambda job: min(data.batches for data in job.data.values()))
+    size, least = min(job.data.items())
+    if room is not None and job.workers and least.batches > room:
+        yield (
+            f"/dev/shm has {amount(room)} free, and one batch of each of {plural(job.ranks, 'rank')} takes"
+            f" {amount(least.batches)} there at local batch {size}: {HOW_TO_GET_SHARED}; train.workers: 0 takes none"
+        )
+
+
+def _shared_memory_warnings(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+    excess = _find_excess(jobs, lambda _, data: data.shared, room)
+    if excess is not None and room is not None:
+        yield (
+            f"from local batch {excess.first} on the data loaders may fill /dev/shm, which has {amount(room)} free: they keep"
+            f" up to {amount(excess.most.shared)} there at local batch {excess.size} ({excess.job.description}); {HOW_TO_GET_SHARED}; {HOW_TO_NEED_LESS}"
+        )
+
+
+def _total_memory_warnings(jobs: Sequence[_Job], room: NodeMemory) -> Iterator[str]:
+    excess = _find_excess(jobs, _Job.total, room.memory)
+    if excess is not None and room.memory is not None:
+        pinned = f", {amount(excess.most.pinned)} pinned for the GPUs" if excess.most.pinned else ""
+        yield (
+            f"from local batch {excess.first} on the ranks may take more than the {amount(room.memory)} that {room.source},"
+            f" beside the model: up to {amount(excess.job.total(excess.most))} at local batch {excess.size} ({excess.job.description};"
+            f" {amount(excess.most.shared)} in /dev/shm{pinned}); {HOW_TO_NEED_LESS}"
+        )
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """Where more is needed than there is."""
+
+    first: int  # the smallest local batch at which it is
+    job: _Job  # that needs most
+    size: int  # the local batch at which it does
+    most: DataMemory
+
+
+def _find_excess(jobs: Sequence[_Job], need: Callable[[_Job, DataMemory], int], room: int | None) -> _Excess | None:
+    needs = [(need(job, data), size, job, data) for job in jobs for size, data in job.data.items()]
+    beyond = [entry for entry in needs if room is not None and entry[0] > room]
+    if not beyond:
+        return None
+    _, size, job, most = max(beyond, key=lambda entry: entry[0])
+    return _Excess(min(entry[1] for entry in beyond), job, size, most)

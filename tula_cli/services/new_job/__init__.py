@@ -1,1 +1,0 @@
-"""Job files that `tula init` writes."""

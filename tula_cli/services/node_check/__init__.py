@@ -1,1 +1,0 @@
-"""What a look at the nodes of a cluster found."""

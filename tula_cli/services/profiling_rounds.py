@@ -1,0 +1,346 @@
+"""`tula profile` from its plans to its report: rounds over all types of node, asking before each, and waiting."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tula_cli.cluster.inspection import NotInspectable
+from tula_cli.cluster.launcher import Launcher, unfinished_jobs
+from tula_cli.cluster.slurm import first_job
+from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.jobfile import all_parts, save_job
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.results import JobFile
+from tula_cli.services import profile
+from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
+from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan, plan_upper_bound
+from tula_cli.services.recommendation.account_balance import describe_lacking_for_probes
+from tula_cli.services.recommendation.site_charges import with_site_billing
+from tula_cli.services.waiting import (
+    Dependencies,
+    DetachedJobs,
+    WaitPolicy,
+    interruption_of_jobs,
+    require_confirmed,
+    require_within_cap,
+    wait_for_jobs,
+    warn_new_jobs,
+)
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import part_words
+
+Plans = Sequence[tuple[Part, ProfilePlan]]
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """What was measured of each part (type of node, length of text); None is the whole of a job without types."""
+
+    reports: Mapping[str | None, ProfileReport]
+    partial: bool  # a probe failed or has no result, or a type has none at all
+
+
+@dataclass(frozen=True)
+class SubmittedProbes(DetachedJobs):
+    """The probes that nobody waits for, and the plans they are of."""
+
+    plans: Mapping[str | None, ProfilePlan]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What would be submitted, as text, on one type of node."""
+
+    plan: ProfilePlan | UpperBoundPlan
+    scripts: tuple[str, ...]
+
+
+Inspections = Mapping[str | None, Inspection]
+"""What building the model and the dataset tells, by the name of a part."""
+
+
+def plan_parts(
+    parts: Sequence[Part], inspections: Inspections, *, again: bool = True
+) -> Work[list[tuple[Part, ProfilePlan]]]:
+    """Return what is to be measured of each part; one that nothing fits is a warning as long as there is another to train.
+
+    Args:
+        parts: of the run, which may not be there yet.
+        inspections: of each of them.
+        again: whether what has failed is measured again.
+
+    Raises:
+        Infeasible: nothing fits anywhere.
+    """
+    planned: list[tuple[Part, ProfilePlan]] = []
+    errors = []
+    rounds = any(part.spec.search.strategy in ("auto", "adaptive") for part in parts)
+    spent = {part.name: profile.measured_node_hours(part.run) if rounds else 0.0 for part in parts}
+    for part in parts:
+        elsewhere = sum(spent.values()) - spent[part.name] + sum(plan.node_hours_at_most for _, plan in planned)
+        inspection = inspections[part.name]
+        for text in inspection.warnings:
+            yield WarningEvent(text)
+        try:
+            planned.append(
+                (
+                    part,
+                    profile.plan_probes(
+                        part.spec, inspection, part.run, elsewhere=elsewhere, again=again, sizes=part.sizes
+                    ),
+                )
+            )
+        except Infeasible as error:
+            errors.append((part.name, error))
+    if all(part.length is not None for part, _ in planned):
+        raise errors[0][1]
+    left_out = [f"{part_words(name)} is left out: {error.message}" for name, error in errors if name is not None]
+    for text in (*left_out, *(text for _, plan in planned for text in plan.code.warnings)):
+        yield WarningEvent(text)
+    return planned
+
+
+def inspect_part(part: Part, dependencies: Dependencies) -> Inspection | NotInspectable:
+    """Return what is known of the model and the dataset of a part; the error where only a node can tell.
+
+    Raises:
+        SpecError: they cannot be built.
+        JobFailed: the user's code fails; NotInspected where there are no nodes to ask.
+    """
+    try:
+        return first_job.inspect_with_stored(dependencies.inspect, part.run)(part.spec)
+    except NotInspectable as error:
+        if part.spec.cluster.kind != "slurm":
+            raise
+        return error
+
+
+def _plan_first_jobs(
+    parts: Sequence[Part], inspections: Mapping[str | None, Inspection | NotInspectable]
+) -> FirstJobPlanned:
+    """Return what is planned where a node has to tell what the model and the dataset of some type are."""
+    failures = {name: inspection for name, inspection in inspections.items() if isinstance(inspection, NotInspectable)}
+    settled_later = {part.name: plan_upper_bound(part.spec, why=failures.get(part.name)) for part in parts}
+    return FirstJobPlanned(settled_later, parts[0].spec.search.max_node_hours)
+
+
+def dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict[str | None, DryRun]]:
+    """Return what would be submitted on each type of node; nothing is written.
+
+    Raises:
+        Infeasible: nothing fits anywhere.
+    """
+    parts = all_parts(run, with_site_billing(spec, run.path.parent))
+    inspections = {part.name: inspect_part(part, dependencies) for part in parts}
+    settled = {
+        name: inspection for name, inspection in inspections.items() if not isinstance(inspection, NotInspectable)
+    }
+    if len(settled) < len(inspections):
+        planned = _plan_first_jobs(parts, inspections).plans
+        scripts = {
+            part.name: () if part.name in settled else (first_job.inspection_script(part.run, part.spec),)
+            for part in parts
+        }
+        return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
+    dry_runs = {}
+    for part, plan in (yield from plan_parts(parts, settled)):
+        launcher = dependencies.launcher_for(part.spec)
+        dry_runs[part.name] = DryRun(plan, tuple(launcher.script(part.run, tasks[0]) for tasks in plan.jobs.values()))
+    return dry_runs
+
+
+def run_profile(
+    run: RunDir, spec: JobSpec, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
+) -> Work[ProfileResult | SubmittedProbes]:
+    """Measure what is missing, round after round; jobs that are under way are attached to.
+
+    Args:
+        run: the run, which may not be there yet.
+        spec: the job.
+        dependencies: launcher, inspection, and who is asked before something is submitted.
+        wait_policy: whether and how long to wait.
+        file: where the spec comes from.
+
+    Raises:
+        Infeasible: nothing fits anywhere.
+        OverBudget: more than search.max_node_hours, or not confirmed.
+        Pending: the time to wait is over.
+        Interruption: Ctrl-C; the jobs go on, unless they are to be cancelled.
+        JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
+        SchedulerError: a job was refused.
+    """
+    return (
+        yield from _Profiling(run, with_site_billing(spec, run.path.parent), dependencies, wait_policy, file).work()
+    )
+
+
+@dataclass
+class _SubmittedPart:
+    """The jobs that measure one part of a run."""
+
+    part: Part
+    plan: ProfilePlan
+    launcher: Launcher
+    started: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.under_way = unfinished_jobs(self.part.run, self.launcher, list(self.plan.jobs))
+
+    @property
+    def has_missing(self) -> bool:
+        """Whether there is something to submit."""
+        return len(self.under_way) < len(self.plan.jobs)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a further round may follow from the results."""
+        return self.plan.in_rounds and profile.is_measured(self.part.run, self.plan)
+
+
+@dataclass
+class _Profiling:
+    """One call of `work`."""
+
+    run: RunDir
+    spec: JobSpec
+    dependencies: Dependencies
+    wait_policy: WaitPolicy
+    file: JobFile | None
+    confirmed: bool = False
+    first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
+
+    def _inspect_parts(self, parts: Sequence[Part], deadline: float | None) -> Work[Inspections]:
+        """Build the model and the dataset: here or, where that cannot be, on a node, after asking."""
+        results = {part.name: inspect_part(part, self.dependencies) for part in parts}
+        inspections = {
+            name: inspection for name, inspection in results.items() if not isinstance(inspection, NotInspectable)
+        }
+        elsewhere = [part for part in parts if part.name not in inspections]
+        if not elsewhere:
+            return inspections
+        for part in elsewhere:
+            self.dependencies.launcher_for(part.spec)  # says so where nothing can be submitted from here
+        planned_event = _plan_first_jobs(parts, results)
+        yield planned_event
+        first_jobs = sum(plan.first_job_node_hours for plan in planned_event.plans.values())
+        require_within_cap([], self.spec.search.max_node_hours, first_jobs=first_jobs)
+        require_confirmed(self.dependencies.confirm, planned_event)
+        self.confirmed = True
+        save_job(self.run, self.spec, elsewhere, self.file)
+        for part in elsewhere:
+            inspections[part.name] = first_job.inspect_on_node(
+                part.run, part.spec, timeout=self._remaining_seconds(deadline)
+            )
+            self.first_jobs += first_job.newest_node_hours(part.run)
+        return inspections
+
+    def _remaining_seconds(self, deadline: float | None) -> float | None:
+        """Return the seconds that are left to wait."""
+        return None if deadline is None else max(0.0, deadline - self.wait_policy.clock())
+
+    def work(self) -> Work[ProfileResult | SubmittedProbes]:
+        timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
+        deadline = None if timeout is None else clock() + timeout
+        parts = all_parts(self.run, self.spec)
+        inspections = yield from self._inspect_parts(parts, deadline)
+        stopped: set[str | None] = set()  # types whose last round ended without all its results
+        measures_failed_again = True  # what failed before; what fails now is left to the next call
+        while True:
+            planned = yield from plan_parts(parts, inspections, again=measures_failed_again)
+            missing = [(part, plan) for part, plan in planned if plan.missing and part.name not in stopped]
+            if not missing:
+                save_job(self.run, self.spec, [part for part, _ in planned], self.file)
+                yield Note(_describe_nothing_missing(planned))
+                break
+            jobs = yield from self._start(planned, missing)
+            if not all(self.wait_policy.should_wait(submitted.part.spec) for submitted in jobs):
+                return (yield from _submitted_probes(planned, jobs))
+            yield from self._wait(jobs, deadline)
+            measures_failed_again = False
+            going_on = {submitted.part.name for submitted in jobs if submitted.may_go_on}
+            stopped |= {submitted.part.name for submitted in jobs} - going_on
+            if not going_on:
+                break
+        return (yield from _collect_reports(planned))
+
+    def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedPart]]:
+        """Submit a round, after asking where there is something to submit."""
+        jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
+        if any(submitted.has_missing for submitted in jobs):
+            for part, plan in missing:
+                if text := describe_lacking_for_probes(part.spec, plan.node_hours_at_most):
+                    yield WarningEvent(text)
+            planned_event = ProfilePlanned({part.name: plan for part, plan in planned})
+            yield planned_event
+            hours = [plan.node_hours_at_most for plan in planned_event.plans.values()]
+            require_within_cap(hours, self.spec.search.max_node_hours, first_jobs=self.first_jobs)
+            if not self.confirmed:  # the rounds to come are within what was allowed
+                require_confirmed(self.dependencies.confirm, planned_event)
+            self.confirmed = True
+        save_job(self.run, self.spec, [part for part, _ in planned], self.file)
+        self._submit(jobs)
+        return jobs
+
+    def _submit(self, jobs: Sequence[_SubmittedPart]) -> None:
+        """Submit the jobs of each type of node.
+
+        Raises:
+            Interruption: Ctrl-C; what is submitted goes on, unless it is to be cancelled.
+        """
+        try:
+            for submitted in jobs:
+                submitted.started = profile.submit_probes(submitted.part.run, submitted.plan, submitted.launcher)
+        except KeyboardInterrupt:
+            raise self._interruption(jobs) from None
+
+    def _interruption(self, jobs: Sequence[_SubmittedPart]) -> Interruption:
+        """Return what to raise on Ctrl-C; where the jobs are to be cancelled, those of every type are."""
+        return interruption_of_jobs(
+            self.run, [(submitted.part, submitted.launcher) for submitted in jobs], self.wait_policy
+        )
+
+    def _wait(self, jobs: Sequence[_SubmittedPart], deadline: float | None) -> Work[None]:
+        """Wait for the jobs of one type after the other, until `deadline`: all of them are submitted."""
+        try:
+            for submitted in jobs:
+                if submitted.part.name is not None:
+                    yield Note(f"{part_words(submitted.part.name)}:")
+                wait_policy = dataclasses.replace(self.wait_policy, timeout=self._remaining_seconds(deadline))
+                yield from wait_for_jobs(submitted.part.run, submitted.launcher, submitted.started, wait_policy)
+        except KeyboardInterrupt:
+            raise self._interruption(jobs) from None
+
+
+def _describe_nothing_missing(planned: Plans) -> str:
+    return next((plan.certainty for _, plan in planned if plan.certainty), "every probe has a result already")
+
+
+def _submitted_probes(planned: Plans, jobs: Sequence[_SubmittedPart]) -> Work[SubmittedProbes]:
+    for submitted in jobs:
+        yield from warn_new_jobs(
+            submitted.part.run, submitted.launcher, submitted.started, submitted.under_way, submitted.part.spec
+        )
+    started = [job for submitted in jobs for job in submitted.part.name_jobs(submitted.started)]
+    going_on = [job for submitted in jobs for job in submitted.part.name_jobs(submitted.under_way)]
+    return SubmittedProbes(tuple(started), tuple(going_on), {part.name: plan for part, plan in planned})
+
+
+def _collect_reports(planned: Plans) -> Work[ProfileResult]:
+    """Return what was measured; a part of which nothing was is a warning as long as there is another to train.
+
+    Raises:
+        TulaError: nothing was measured.
+    """
+    reports: dict[str | None, ProfileReport] = {}
+    errors: list[TulaError] = []
+    for part, plan in planned:
+        try:
+            reports[part.name] = profile.profile_report(part.run, plan)
+        except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
+            errors.append(error)
+            if part.name is not None:
+                yield WarningEvent(f"{part_words(part.name)}: {error.message}")
+    if all(part.length is not None for part, _ in planned if part.name in reports):
+        raise errors[0]
+    return ProfileResult(reports, bool(errors) or any(report.failed or report.missing for report in reports.values()))

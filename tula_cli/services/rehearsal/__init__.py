@@ -1,1 +1,0 @@
-"""How a script resumes, tried out before it trains for hours."""

@@ -1,0 +1,405 @@
+"""Figures of a training's gradients and steps, and the units and marks that the sections share."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, Literal, TypeVar
+
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.recommendations import CAVEATS, Prediction, caveat_kind
+from tula_cli.run.records.results import Summary
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.step_series import StepSeries
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.services.reporting.document import Density, Figure, Mark, Series
+from tula_cli.services.reporting.material import Material, PartMaterial
+from tula_cli.words import is_cost_in_node_hours, plural, size_unit, time_unit
+
+# --- Units and marks
+
+MAX_CURVES = 8
+"""Curves that are told apart in one drawing."""
+MAX_POINTS = 600
+"""Points of a curve over a training: more are not seen, and make a page heavy."""
+
+Scale = Literal["linear", "log"]
+T = TypeVar("T")
+
+
+def hours_unit(hours: Iterable[float | None]) -> tuple[float, str]:
+    """Return the factor and name of the unit in which `hours` is displayed."""
+    divisor, unit = time_unit(3600 * max((value for value in hours if value is not None), default=0.0))
+    return 3600 / divisor, unit
+
+
+def bytes_unit(sizes: Iterable[float | None]) -> tuple[float, str]:
+    """Return the factor and name of the unit in which `sizes` are displayed."""
+    divisor, unit = size_unit(max((value for value in sizes if value is not None), default=0.0))
+    return 1 / divisor, unit
+
+
+def convert(value: float | None, factor: float) -> float | None:
+    """Return a value in another unit; None stays None."""
+    return None if value is None else value * factor
+
+
+def thin_out(items: Sequence[T]) -> list[T]:
+    """Return at most `MAX_POINTS` of some items, evenly, the last one among them."""
+    step = 1 + (len(items) - 1) // MAX_POINTS if items else 1
+    return [*items[: len(items) - 1 : step], *items[-1:]]
+
+
+def scale_of(values: Iterable[float | None], *, span: float = 10) -> Scale:
+    """Return a logarithmic scale where values are further apart than a factor, and all above 0."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return "log" if finite and min(finite) > 0 and max(finite) > span * min(finite) else "linear"
+
+
+def is_priced(rows: Iterable[Prediction], currency: str) -> bool:
+    """Return whether costs are more than the node-hours that stand beside them."""
+    return not all(is_cost_in_node_hours(row.cost, row.all_node_hours, currency) for row in rows)
+
+
+def describe_notes(names: Sequence[str]) -> str:
+    """Return the caveats of a configuration as the words of a cell."""
+    return ", ".join(name.replace("_above_110", " above 110 %").replace("_", " ") for name in names)
+
+
+def explain_notes(rows: Iterable[Sequence[str]]) -> str:
+    """Return what the caveats of some rows mean, as the end of a caption; empty where there are none."""
+    kinds = {caveat_kind(name) for names in rows for name in names}
+    return "".join(
+        f" {describe_notes([name]).capitalize()}: {explanation}."
+        for name, explanation in CAVEATS.items()
+        if name in kinds
+    )
+
+
+def as_sentence(text: str) -> str:
+    """Return words with a capital letter and a full stop; empty stays empty."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def describe_nodes(row: Prediction) -> str:
+    """Return the nodes of a configuration, in words."""
+    return f"{plural(row.nodes)}{f' of type {row.type}' if row.type else ''}"
+
+
+def chosen_mark(row: Prediction, x: float, y: float | None) -> Mark:
+    """Return the mark of the choice at a place of a figure."""
+    return Mark(x, y, f"chosen: {describe_nodes(row)}, batch {row.batch}", "choice")
+
+
+def describe_software(environment: Mapping[str, Any]) -> str:
+    """Return the versions of what steps were measured with, by the fields of a probe's environment; what is not known is left out."""
+    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver", "python": "Python", "tula": "tula"}
+    if environment.get("device") == "cpu":
+        names = {key: name for key, name in names.items() if key in ("torch", "python", "tula")}
+    versions = [f"{name} {environment[key]}" for key, name in names.items() if environment.get(key)]
+    return ", ".join([*versions, *([str(environment["system"])] if environment.get("system") else [])])
+
+
+# --- One training
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainingMaterial:
+    """A training; `number` of `count` that the part has beside those of a comparison, this one the newest."""
+
+    part: PartMaterial
+    files: TrainingRun
+    task: TrainTask
+    count: int
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """The rows of its metrics; of the steps of a long training every so many-th."""
+        return [row for row in self.files.sampled_metrics() if is_placed(row)]
+
+    def rows_of_kind(self, *kinds: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] in kinds]
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        return self.files.summary()
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        return self.files.attempts()
+
+    @property
+    def began_at(self) -> float | None:
+        """Unix time of its first row or attempt; None where there is neither."""
+        moments = [row["time"] for row in self.rows[:1]] + [attempt.started_at for attempt in self.attempts[:1]]
+        return min(moments, default=None)
+
+    @property
+    def state(self) -> str:
+        """How its job is, as `tula status` has it; done where it has ended well."""
+        if self.summary is not None:
+            return "done"
+        return next((job.state for job in self.part.now.jobs if job.id == self.task.job), "not submitted")
+
+    @property
+    def metric(self) -> str:
+        """What it is judged by: train.best_checkpoint, top1, perplexity, or the loss on the evaluation set."""
+        requested_metric = self.task.spec.train.best_checkpoint.metric
+        epochs = self.rows_of_kind("epoch")
+        names = (
+            [requested_metric, "top1", "perplexity"]
+            if self.task.spec.script is None
+            else [*self.task.spec.script.metric]
+        )
+        return next((name for name in names if any(value_of(row, name) is not None for row in epochs)), "eval_loss")
+
+
+def is_placed(row: Row) -> bool:
+    """Return whether a row says at which sample it is, and at a time that is one: a damaged row may not."""
+    return isinstance(row.get("samples"), int | float) and isinstance(row.get("time", 0.0), int | float)
+
+
+def value_of(row: Row, metric: str) -> float | None:
+    """Return a metric of an epoch's row, the user's own among them; None where it is not there, or no number."""
+    user_metrics = row.get("metrics")
+    value = row.get(metric, user_metrics.get(metric) if isinstance(user_metrics, Mapping) else None)
+    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+
+
+def value_at(row: Any, path: str) -> Any:
+    """Return what a row holds under a path like "ags.mean"; None where there is nothing."""
+    for key in path.split("."):
+        if not isinstance(row, Mapping):
+            return None
+        row = row.get(key)
+    return row
+
+
+def newest_trainings(material: Material) -> list[TrainingMaterial]:
+    """Return the newest training of each part; one of a comparison only where there is no other."""
+    return [training for part_material in material.own_parts for training in _newest_training(part_material)]
+
+
+def _newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
+    comparison = part_material.part.run.comparison()
+    compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
+    tasks = [task for task in part_material.look.tasks if isinstance(task, TrainTask)]
+    own_tasks = [task for task in tasks if task.signature not in compared] or tasks
+    submitted = {job.id: job.submitted_at for job in part_material.look.jobs}
+    newest = max(own_tasks, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
+    if newest is not None:
+        count = len({task.signature for task in own_tasks})
+        yield TrainingMaterial(part_material, part_material.look.training(newest.signature), newest, count)
+
+
+# --- Figures of gradients
+
+
+@dataclass(frozen=True)
+class GradientCurve:
+    """What one training has logged: rows at the ends of epochs, and of the Hessian; curves of one name are averaged."""
+
+    name: str
+    epochs: Sequence[Row]
+    curvature: Sequence[Row] = ()
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number in such rows: where it is ("ags.mean": mean of the mapping ags), and how it is drawn."""
+
+    key: str
+    path: str
+    title: str
+    label: str
+    caption: str = ""
+    log: bool = False
+    paper: str = ""
+    ends: tuple[str, str] | None = None  # names of its spread beside it, of one training
+
+
+OF_EPOCHS = (
+    Quantity("gradient_norm", "diagnostics.norm.q50", "Gradient norm", "norm of the gradient",
+             "Median of an epoch's steps; of one training the bars are the 5 and 95 % quantiles.", True, "Figure 5", ("q05", "q95")),
+    Quantity("gradient_change", "diagnostics.delta.q50", "Change of the gradient, Delta(G)", "Delta(G)",
+             "Eq. 5, median of an epoch's steps; of one training the bars are the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
+    Quantity("factor_mean", "ags.mean", "Mean scaling factor", "factor"),
+    Quantity("factor_steps", "ags.scaled", "Share of the steps that are scaled", "share of steps"),
+    Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
+    Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
+)  # fmt: skip
+OF_CURVATURE = (
+    Quantity("lr_bound", "lr_bound", "Lemma 1's bound on the learning rate", "learning rate", "With the curvature as measured.", True),
+)  # fmt: skip
+
+
+def gradient_figures(curves: Sequence[GradientCurve], *, prefix: str = "") -> Iterator[Figure]:
+    """Yield what the curves have logged, over the samples seen; `prefix` is of the figures' keys."""
+    for quantity in OF_EPOCHS:
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
+        if quantity.key == "gradient_change":
+            yield from _accuracy_figure(curves, prefix)
+    yield from _eigenvalue_figure(curves, prefix)
+    for quantity in OF_CURVATURE:
+        yield from _draw_quantity(quantity, curves, lambda curve: curve.curvature, prefix)
+
+
+def _accuracy_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
+    """Yield the accuracy over the same samples, where Delta(G) is drawn above it."""
+    if not any(mean_series(curves, lambda curve: curve.epochs, OF_EPOCHS[1].path)):
+        return
+    quantity = Quantity("change_accuracy", "top1", "Accuracy beside it", "top-1 (%)", "On the evaluation set, over the same samples as Delta(G).", paper="Figure 6")  # fmt: skip
+    yield from _draw_quantity(quantity, curves, lambda curve: curve.epochs, prefix)
+
+
+def _draw_quantity(
+    quantity: Quantity, curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], prefix: str
+) -> Iterator[Figure]:
+    series = list(mean_series(curves, rows, quantity.path))
+    if quantity.ends is not None and len(curves) == 1 and series:
+        series = [_with_spread(series[0], rows(curves[0]), quantity)]
+    if series:
+        scale = scale_of((y for one_series in series for y in one_series.y), span=1) if quantity.log else "linear"
+        yield Figure(f"{prefix}{quantity.key}", quantity.title, quantity.caption, "samples seen", quantity.label, tuple(series), y_scale=scale, paper=quantity.paper)  # fmt: skip
+
+
+def _with_spread(series: Series, rows: Sequence[Row], quantity: Quantity) -> Series:
+    assert quantity.ends is not None
+    folder = quantity.path.rpartition(".")[0]
+    at = {float(row["samples"]): row for row in rows if is_placed(row)}
+    low, high = (tuple(_as_number(value_at(at[x], f"{folder}.{name}")) for x in series.x) for name in quantity.ends)
+    return replace(series, low=low, high=high)
+
+
+def mean_series(
+    curves: Sequence[GradientCurve], rows: Callable[[GradientCurve], Sequence[Row]], path: str, *, name: str = ""
+) -> Iterator[Series]:
+    """Yield the mean over trainings of one name of what their rows hold under a path, against samples.
+
+    At each place it is over those that have come so far. `name` takes the place of the curves' own.
+    """
+    values_by_name: dict[str, dict[float, list[float]]] = {}
+    for curve in curves:
+        values_by_samples = values_by_name.setdefault(name or curve.name, {})
+        for row in rows(curve):
+            if is_placed(row) and (value := _as_number(value_at(row, path))) is not None:
+                values_by_samples.setdefault(float(row["samples"]), []).append(value)
+    for name_, values_by_samples in values_by_name.items():
+        points = thin_out(sorted(values_by_samples.items()))
+        if points:
+            yield Series(name_, tuple(x for x, _ in points), tuple(fmean(ys) for _, ys in points))
+
+
+def _as_number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator[Figure]:
+    """Yield the largest eigenvalue of the Hessian beside the gradient norm on the same samples."""
+    named = {"largest eigenvalue": "eigenvalue", "gradient norm": "gradient_norm"}
+    several = len({curve.name for curve in curves}) > 1
+    series = [
+        one_series
+        for name, path in named.items()
+        for curve_name in dict.fromkeys(curve.name for curve in curves)
+        for one_series in mean_series([c for c in curves if c.name == curve_name], lambda c: c.curvature, path, name=f"{curve_name}: {name}" if several else name)
+    ]  # fmt: skip
+    if series:
+        scale = scale_of((y for one_series in series for y in one_series.y), span=1)
+        yield Figure(
+            f"{prefix}eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.hessian).",
+            "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",
+        )  # fmt: skip
+
+
+def factor_density(curve: GradientCurve, *, key: str, title: str) -> Iterator[Figure]:
+    """Yield how the scaling factors were spread, an epoch a column; nothing where none are logged.
+
+    The bins at the ends hold what is beyond all edges. Only the bins between those that hold something are drawn.
+    """
+    logged = [
+        (float(row["samples"]), counts_) for row in curve.epochs if is_placed(row) and (counts_ := _bin_counts(row))
+    ]
+    logged = [
+        entry for entry in logged if entry[1][0] == logged[0][1][0]
+    ]  # of other edges nothing can be drawn beside them
+    filled = {bin_index for _, (_, counts) in logged for bin_index, count in enumerate(counts) if count}
+    if not filled:
+        return
+    edges = logged[0][1][0]
+    step = edges[1] / edges[0]
+    all_edges = (edges[0] / step, *edges, edges[-1] * step)  # of the bins; the first and the last have no other end
+    low, high = min(filled), max(filled)
+    columns = tuple(tuple(count / max(sum(counts), 1) for count in counts[low : high + 1]) for _, (_, counts) in logged)
+    yield Figure(
+        key, title, "Share of the elements (or tensors) whose factor lies in a bin, at the end of each epoch; the outer bins hold"
+        " what is beyond.", "samples seen", "scaling factor",
+        density=Density((0.0, *(samples for samples, _ in logged)), all_edges[low : high + 2], columns),
+        y_scale="log2", paper="Figure 7",
+    )  # fmt: skip
+
+
+def _bin_counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
+    edges, counts = (value_at(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
+    if (
+        not _are_numbers(edges)
+        or not _are_numbers(counts)
+        or len(counts) != len(edges) + 1
+        or min(edges) <= 0
+        or not any(counts)
+    ):
+        return None
+    return tuple(edges), tuple(counts)
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and len(values) > 1 and all(_as_number(value) is not None for value in values)
+
+
+# --- Figures of steps
+
+Spreads = Sequence[tuple[float, float, float, float]]
+"""Samples seen, mean, least and largest."""
+
+CAPTION = (
+    "Of every step; of a long training a point is the mean of neighbouring steps, the band their least and largest."
+)
+
+
+def step_figures(steps: StepSeries, *, name: str, prefix: str = "") -> Iterator[Figure]:
+    """Yield what a training has kept of its steps, over the samples seen; nothing where it has kept nothing.
+
+    Args:
+        steps: what it has kept.
+        name: of the curves.
+        prefix: of the figures' keys.
+    """
+    quantities = (
+        ("gradient_norm", "Gradient norm", "norm of the gradient", "Figure 5", (steps.norm, steps.norm_low, steps.norm_high)),
+        ("gradient_change", "Change of the gradient, Delta(G)", "Delta(G), Eq. 5", "Figure 6", (steps.delta, steps.delta_low, steps.delta_high)),
+        ("factor_of_steps", "Scaling factor of the steps that are scaled", "factor", "", (steps.factor,) * 3),
+    )  # fmt: skip
+    for key, title, label, paper, columns in quantities:
+        rows = [
+            (float(at), mean, low, high)
+            for at, mean, low, high in zip(steps.samples, *columns, strict=True)
+            if mean is not None and low is not None and high is not None
+        ]
+        if rows:
+            yield _step_figure(f"{prefix}{key}", title, label, paper, name, join_neighbours(rows))
+
+
+def join_neighbours(rows: Spreads) -> Spreads:
+    """Return at most `MAX_POINTS` rows: neighbours become one, with the least and the largest of them, so that no spike is lost."""
+    size = -(-len(rows) // MAX_POINTS)
+    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    return [(group[-1][0], fmean(row[1] for row in group), min(row[2] for row in group), max(row[3] for row in group)) for group in groups]  # fmt: skip
+
+
+def _step_figure(key: str, title: str, label: str, paper: str, name: str, rows: Spreads) -> Figure:
+    xs, mean, low, high = (tuple(column) for column in zip(*rows, strict=True))
+    series = Series(name, xs, mean, low, high, style="line")
+    return Figure(key, title, CAPTION, "samples seen", label, (series,), y_scale=scale_of(low, span=1), paper=paper)

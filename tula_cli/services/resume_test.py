@@ -1,0 +1,347 @@
+"""`tula check --rehearse`, and the resume test that `tula train` runs before the first long training by a script."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tula_cli import words
+from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
+from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
+from tula_cli.run.code import choose_code, take_snapshot
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.imports import Source
+from tula_cli.run.jobfile import save_job
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.results import JobFile
+from tula_cli.run.records.scripts import Rehearsal, Verdict
+from tula_cli.run.records.tasks import RehearsalTask, TrainTask
+from tula_cli.run.script_attempt import ResumeTestRecords
+from tula_cli.services.events import Event, Note, WarningEvent, Work
+from tula_cli.services.profile import measured_node_hours
+from tula_cli.services.waiting import WaitPolicy, describe_beyond_cap, interruption_of_jobs, only_part, wait_for_jobs
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.script import Resume
+from tula_cli.spec.signature import rehearsal_signature
+
+# --- The test
+
+FREEDOM: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
+"""What each allows, and more than the one before."""
+
+
+@dataclass(frozen=True)
+class ResumeFinding:
+    """What is known of how a script resumes."""
+
+    rehearsal: Rehearsal
+    setting: Literal["rehearse", "same", "epoch", "any"]  # script.resume.batch
+    kept: bool  # it was found before
+
+    @property
+    def resumes(self) -> Verdict:
+        """With which batch trainings of this run go on from a checkpoint."""
+        verdict = self.rehearsal.verdict
+        if verdict == "none" or self.setting == "rehearse":
+            return verdict or "same"
+        return self.setting
+
+    @property
+    def contradiction(self) -> str:
+        """Say that the setting allows more than was found; empty where it does not."""
+        verdict = self.rehearsal.verdict
+        if (
+            verdict in (None, "none")
+            or self.setting == "rehearse"
+            or FREEDOM.index(self.setting) <= FREEDOM.index(verdict)
+        ):
+            return ""
+        return f"script.resume.batch: {self.setting} allows more than the rehearsal found ({verdict}): {self.why}"
+
+    @property
+    def why(self) -> str:
+        """Return in words what is wrong, else what was found."""
+        return "; ".join(self.rehearsal.faults or self.rehearsal.told)
+
+    def require_found(self, name: str) -> None:
+        """Refuse to call a rehearsal a success that has found nothing out.
+
+        Args:
+            name: of the job, for the message.
+
+        Raises:
+            NotRehearsed: it has not.
+        """
+        if self.rehearsal.verdict is None:
+            hint = "until it is known, trainings go on from a checkpoint at the same batch, untried"
+            raise NotRehearsed(f"how {name} goes on after an interruption was not found out: {self.why}", hint)
+
+    def require_resumable(self, name: str, hint: str) -> None:
+        """Refuse a script that cannot go on from its own checkpoint.
+
+        Args:
+            name: of the job, for the message.
+            hint: what to do.
+
+        Raises:
+            CannotResume: it cannot.
+        """
+        if self.rehearsal.verdict == "none":
+            raise CannotResume(f"{name} cannot go on after an interruption: {self.why}", hint)
+
+
+def run_resume_test(
+    run: RunDir,
+    spec: JobSpec,
+    launcher_for: Callable[[JobSpec], Launcher],
+    *,
+    node_type: str | None = None,
+    timeout: float | None = None,
+    fresh: bool = False,
+    file: JobFile | None = None,
+) -> Work[ResumeFinding]:
+    """Rehearse a script's resume, or say what an earlier rehearsal of the same script and code has found.
+
+    Args:
+        run: the run, which may not be there yet.
+        spec: the job.
+        launcher_for: starts the job.
+        node_type: the type of node, where the job names several.
+        timeout: seconds to wait at most.
+        fresh: rehearse although there is a verdict.
+        file: where the spec comes from.
+
+    Raises:
+        SpecError: the job has no script, or nothing to rehearse; or names several types of node and none is given.
+        OverBudget: it may take more than is left of search.max_node_hours.
+        Pending: the time to wait is over.
+        Interruption: Ctrl-C; the job goes on.
+        SchedulerError: it was refused.
+        JobFailed: it ended without having found anything.
+    """
+    part = only_part(run, spec, node_type, purpose="--rehearse")
+    resume_settings(spec)
+    code = choose_code(part.run, part.spec, Path.cwd(), keep=False)
+    if not fresh and (earlier := load_finding(part.run, part.spec, code)) is not None:
+        yield Note(f"found before, {words.moment(earlier.rehearsal.over_at)}; --fresh rehearses again")
+        return earlier
+    if over := describe_cap_exceeded(run, spec):
+        raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
+    save_job(run, spec, [part], file)
+    policy = WaitPolicy(wait=True, timeout=timeout)
+    return (yield from submit_and_wait(part, launcher_for(part.spec), code, policy, batch=None))
+
+
+def submit_and_wait(
+    part: Part, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None
+) -> Work[ResumeFinding]:
+    """Submit a rehearsal, or attach to the one under way, and wait for what it finds.
+
+    Args:
+        part: the run and its job.
+        launcher: starts it.
+        code: the user's own code that it runs.
+        policy: how long to wait.
+        batch: global, on one node; None for a fitting one.
+
+    Raises:
+        as `work`.
+    """
+    try:
+        task = submit_resume_test(part, launcher, code, batch=batch)
+        minutes = f"{part.spec.measuring_minutes():g} min"
+        yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
+        yield from wait_for_jobs(part.run, launcher, [task.job], policy)
+    except KeyboardInterrupt:
+        raise interruption_of_jobs(part.run, [(part, launcher)], policy) from None
+    record = ResumeTestRecords(part.run.path).read(task.id)
+    if record is None or record.over_at is None:
+        attempts = part.run.attempts(task.id)
+        why = attempts[-1].message if attempts else "it has not started"
+        raise JobFailed(f"{task.id} ended without a finding: {why}", "tula logs shows what it said")
+    return ResumeFinding(record, resume_settings(part.spec).batch, kept=False)
+
+
+def submit_resume_test(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
+    """Submit a rehearsal; one that waits or runs is left alone. Returns its task.
+
+    Raises:
+        SchedulerError: it was refused.
+    """
+    run, spec = part.run, part.spec
+    key = rehearsal_signature(spec, code.digest)
+    with submitting(run):
+        earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
+        going_on = unfinished_jobs(run, launcher, [task.job for task in earlier])
+        if (task := next((task for task in earlier if task.job in going_on), None)) is not None:
+            return task
+        name = f"rehearse-{key}-{len(earlier) + 1}"
+        task = RehearsalTask(
+            id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=1, key=key,
+            batch=batch or resume_test_batch(run, spec), code=take_snapshot(run, spec, code),
+        )  # fmt: skip
+        run.write_task(task)
+        run.write_job(launcher.submit(run, task))
+    return task
+
+
+def describe_cap_exceeded(run: RunDir, spec: JobSpec) -> str:
+    """Say that a rehearsal may take more than probes and rehearsals have left of the cap; empty where it may not.
+
+    Args:
+        run: the whole run, of all types of node.
+        spec: its job.
+    """
+    used_hours = sum(measured_node_hours(part.run) for part in run.parts(spec) if part.run.exists)
+    subject = (
+        f"measuring so far ({words.number(used_hours)} node-hours) and a rehearsal" if used_hours else "a rehearsal"
+    )
+    return describe_beyond_cap(subject, used_hours + spec.measuring_minutes() / 60, spec.search.max_node_hours)
+
+
+def load_finding(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:
+    """Return what was found before of this script with this code; None where nothing was."""
+    record = ResumeTestRecords(run.path).newest_verdict(rehearsal_signature(spec, code.digest))
+    return None if record is None else ResumeFinding(record, resume_settings(spec).batch, kept=True)
+
+
+def resume_settings(spec: JobSpec) -> Resume:
+    """Return how the job's script resumes.
+
+    Raises:
+        SpecError: there is nothing to rehearse, or a rehearsal would write over files that are not its own.
+    """
+    if spec.script is None:
+        raise SpecError("--rehearse is for a job with section script", "tula's own loop resumes with the same samples")
+    if spec.script.resume is None:
+        raise SpecError(
+            "script.resume is not given: there is nothing to rehearse",
+            'write how the script goes on: resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
+        )
+    if "out" not in names(spec.script.resume.checkpoint):
+        raise SpecError(
+            f"script.resume.checkpoint: {spec.script.resume.checkpoint} is not in {{out}}, and a rehearsal must not write over"
+            " your own files",
+            "have the script save in {out}",
+        )
+    return spec.script.resume
+
+
+def resume_test_batch(run: RunDir, spec: JobSpec, *, local_batch: int | None = None) -> int:
+    """Return the batch of a rehearsal on one node, with a half where there is one.
+
+    Args:
+        run: with what it recommends, if anything.
+        spec: the job.
+        local_batch: one GPU's; None for the recommended one, else as the script was tuned for.
+    """
+    assert spec.script is not None
+    recommendation = run.recommendation()
+    if local_batch is None and recommendation is not None:
+        local_batch = recommendation.choice.local_batch
+    gpus = spec.cluster.gpus_per_node
+    if local_batch is not None:
+        return local_batch * gpus
+    divisor = 2 * gpus * spec.train.accumulate
+    most = min(spec.script.reference.batch, spec.search.max_batch or spec.script.reference.batch)
+    return max(divisor, most // divisor * divisor)
+
+
+# --- Before a training
+
+LONG_TRAINING_HOURS = 1.0
+"""Hours from which on a training is preceded by a rehearsal."""
+WITHOUT_RESUME_TEST = "mend its resume; or tula train --no-rehearse, which begins anew after each interruption"
+
+
+@dataclass(frozen=True)
+class TrainingStart:
+    """A training that is to be started."""
+
+    part: Part
+    task: TrainTask
+    code: Source
+    prediction: Prediction | None
+    rehearse: bool  # not --no-rehearse
+    over_cap: str = ""  # that a rehearsal may take more than is left of search.max_node_hours, in words
+
+    @property
+    def is_long(self) -> bool:
+        return self.prediction is not None and self.prediction.hours > LONG_TRAINING_HOURS
+
+    @property
+    def is_test_due(self) -> bool:
+        """Whether a rehearsal comes first, and may be paid for."""
+        return self.needs_test and not self.over_cap
+
+    @property
+    def needs_test(self) -> bool:
+        """Whether a rehearsal should come first: it is long, has not begun, and nobody has looked yet.
+
+        How long an unmeasured training takes is not known; `tula check --rehearse` is there for it.
+        """
+        run, spec = self.part.run, self.part.spec
+        if (
+            not (self.rehearse and self.is_long and can_test_resume(spec))
+            or run.training(self.task.signature).attempts()
+        ):
+            return False
+        earlier = ResumeTestRecords(run.path).records_of(rehearsal_signature(spec, self.code.digest))
+        return not any(record.over_at is not None for record in earlier)
+
+
+def can_test_resume(spec: JobSpec) -> bool:
+    """Return whether the job has a resume that a rehearsal can try without touching the user's own files."""
+    try:
+        return bool(resume_settings(spec))
+    except SpecError:
+        return False
+
+
+def test_resume_if_due(training: TrainingStart, launcher: Launcher, policy: WaitPolicy) -> Work[str]:
+    """Rehearse where that is due, and tell what is known.
+
+    Returns:
+        The job that the training has to wait for; empty for none.
+
+    Raises:
+        CannotResume: the script cannot go on from its own checkpoint, and the training is long.
+        Pending, Interruption, SchedulerError, JobFailed: of the rehearsal.
+    """
+    part, task, code = training.part, training.task, training.code
+    if not can_test_resume(part.spec):
+        return ""
+    if training.is_test_due:
+        local_batch = task.batch // (task.nodes * part.spec.cluster.gpus_per_node)
+        batch = resume_test_batch(part.run, part.spec, local_batch=local_batch)
+        if not policy.should_wait(part.spec):
+            job = submit_resume_test(part, launcher, code, batch=batch).job
+            yield Note(
+                f"the training starts after {job}, and not at all if its script cannot go on from its checkpoint"
+            )
+            return job
+        finding = yield from submit_and_wait(part, launcher, code, policy, batch=batch)
+    else:
+        if training.needs_test:
+            yield WarningEvent(f"the script's resume is not rehearsed: {training.over_cap}")
+        earlier = load_finding(part.run, part.spec, code)
+        if earlier is None:
+            return ""
+        finding = earlier
+    yield from _finding_events(finding)
+    if training.rehearse and training.is_long:
+        finding.require_resumable(part.spec.name, WITHOUT_RESUME_TEST)
+    return ""
+
+
+def _finding_events(finding: ResumeFinding) -> Iterator[Event]:
+    verdict = finding.rehearsal.verdict
+    if verdict is None:
+        yield WarningEvent(f"the script's resume: {finding.why}; it goes on at the same batch, untried")
+    elif verdict == "none":
+        yield WarningEvent(f"after an interruption this training begins anew: {finding.why}")
+    elif finding.contradiction:
+        yield WarningEvent(finding.contradiction)
+    elif not finding.kept:
+        yield Note(f"the script's resume: {verdict}; {finding.why}")

@@ -1,0 +1,183 @@
+"""What a search costs: what profiling is expected to take, and what each strategy takes compared with the training."""
+
+import statistics
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from tula_cli.errors import Infeasible
+from tula_cli.models.choice.grid import Limit
+from tula_cli.models.cost import count_work
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.services.search import choose_probes
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import plural
+
+# --- Expected cost of profiling
+
+ASSUMED_STEP = 0.1
+"""Seconds of a step where no probe has told any."""
+ASSUMED_START = 20.0
+"""Seconds from the start of a job to its first step, the same."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What all probes of a search take together."""
+
+    hours: float  # one job after the other
+    node_hours: float
+    probes: int  # whose step times it follows from; 0: from `ASSUMED_STEP`
+
+    @property
+    def basis(self) -> str:
+        """What it rests on, in words."""
+        if not self.probes:
+            return f"where a step takes {ASSUMED_STEP:g} s"
+        return "as the probe there is took" if self.probes == 1 else f"as the {self.probes} probes there are took"
+
+
+def expect_search(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: RunDir | None) -> Expectation:
+    """Return what a search is expected to take.
+
+    Args:
+        spec: the job.
+        jobs: nodes and local batches of each of its jobs.
+        run: of the job, whose probes tell how long a step takes; a batch that was not probed takes that of the nearest one.
+    """
+    return expect_from_probes(spec, jobs, measured_probes_of(run))
+
+
+def expect_from_probes(
+    spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], probes: Sequence[Measured]
+) -> Expectation:
+    """Return what a search is expected to take by some probes, which may be none; arguments else as of `expectation`."""
+    start = statistics.median(probe.overheads.startup for probe in probes) if probes else ASSUMED_START
+    most = 60 * spec.search.max_minutes
+    seconds = [min(most, start + sum(_probe_seconds(spec, probes, local) for local in batches)) for _, batches in jobs]
+    node_seconds = sum(nodes * seconds_of_job for (nodes, _), seconds_of_job in zip(jobs, seconds, strict=True))
+    return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(probes))
+
+
+def nearest_step_time(probes: Sequence[Measured], local_batch: int) -> float | None:
+    """Return what a step of the probe nearest to a local batch took, in seconds; None where none was measured."""
+    return statistics.median(_nearest_probe(probes, local_batch).step_times) if probes else None
+
+
+def measured_probes_of(run: RunDir | None) -> list[Measured]:
+    """Return the probes of a run, which may not be there yet."""
+    return [] if run is None or not run.exists else [r for r in run.results() if isinstance(r, Measured)]
+
+
+def _probe_seconds(spec: JobSpec, probes: Sequence[Measured], local_batch: int) -> float:
+    step = nearest_step_time(probes, local_batch)
+    return spec.search.probe_seconds(ASSUMED_STEP if step is None else step)
+
+
+def _nearest_probe(probes: Sequence[Measured], local_batch: int) -> Measured:
+    return min(probes, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
+
+
+# --- Cost compared with the training
+
+COMPARED_STRATEGIES = ("partial", "sweep", "full", "adaptive")
+"""The strategies that are held against each other, whichever is asked for."""
+MAX_COST_SHARE = 0.5
+"""Share of the training beyond which a search is advised against."""
+MIN_COST_SHARE = 0.01
+"""Share of the training up to which `search.strategy: auto` is a sweep, about that of ten hours: what it takes hardly counts then, it
+waits in the queue once, and its choice under a bound on the batch is the better one (benchmarks/replay/replay_worth.py)."""
+
+
+@dataclass(frozen=True)
+class SearchCost:
+    """What the strategies take, as shares of the node-hours of one training."""
+
+    nodes: int  # of that training: the fewest
+    batch: int  # and the largest that is feasible there
+    node_hours: float  # that it takes, its steps alone
+    shares: Mapping[str, float]  # of it, by strategy, least first; of `adaptive` the first round
+
+    def describe_if_expensive(self, strategy: str) -> str:
+        """Return what is to be said of a search that takes much of what it is to save; empty where it does not."""
+        share, least = self.shares[strategy], next(iter(self.shares))
+        if share <= MAX_COST_SHARE:
+            return ""
+        instead = f"search.strategy: {least} takes {self.shares[least]:.0%}; " * (self.shares[least] < 0.9 * share)
+        return (
+            f"the search is expected to take {share:.0%} of the node-hours of the whole training (batch {self.batch} on"
+            f" {plural(self.nodes)}): {instead}a training this short is hardly worth one (tula train --nodes --batch needs none)"
+        )
+
+
+def search_cost(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> SearchCost | None:
+    """Return what a search takes beside the training; None where nothing can be searched, or no probe has told what a step takes.
+
+    Args:
+        spec: the job.
+        dataset_size: training samples.
+        largest: the largest local batch that fits one GPU.
+        run: of the job, whose probes tell how long a step takes.
+    """
+    probes = measured_probes_of(run)
+    return (
+        _cost_by_strategy(spec, {*COMPARED_STRATEGIES, spec.search.strategy}, probes, dataset_size, largest)
+        if probes
+        else None
+    )
+
+
+def choose_strategy(spec: JobSpec, *, dataset_size: int, largest: Limit, run: RunDir | None) -> JobSpec:
+    """Return the job with what `search.strategy: auto` comes to: what its run has begun, else by the length of the training.
+
+    Args:
+        spec: the job; another strategy stays.
+        dataset_size: training samples.
+        largest: the largest local batch that fits one GPU.
+        run: of the job, which may not be there yet.
+    """
+    if spec.search.strategy != "auto":
+        return spec
+    tasks = run.tasks() if run is not None and run.exists else []
+    begun_strategies = [task.spec.search.strategy for task in tasks if isinstance(task, ProbeTask)]
+    begun_strategies = [name for name in begun_strategies if name in ("sweep", "adaptive")]
+    if begun_strategies:
+        return _with_search_strategy(spec, begun_strategies[-1])
+    expected = _cost_by_strategy(spec, {"full", "sweep"}, measured_probes_of(run), dataset_size, largest)
+    return _with_search_strategy(
+        spec, "sweep" if expected is None or expected.shares["sweep"] <= MIN_COST_SHARE else "adaptive"
+    )
+
+
+def _cost_by_strategy(
+    spec: JobSpec, strategies: Set[str], probes: Sequence[Measured], dataset_size: int, largest: Limit
+) -> SearchCost | None:
+    """Return what strategies, `full` among them, take beside the training; by a supposed step if no probe is known."""
+    try:
+        planned = {
+            name: choose_probes(_with_search_strategy(spec, name), dataset_size=dataset_size, max_local_batch=largest)
+            for name in strategies
+        }
+    except Infeasible:
+        return None
+    fewest = min(planned["full"])
+    local_batch, gpus = planned["full"][fewest][-1], spec.cluster.gpus_per_node
+    batch = local_batch * fewest * gpus
+    todo = count_work(
+        spec, batch=batch, world=fewest * gpus, dataset_size=dataset_size, eval_size=None, eval_batch_size=None
+    )
+    step = nearest_step_time(probes, local_batch) or ASSUMED_STEP
+    if not todo.steps:
+        return None
+    node_hours = fewest * todo.epochs * todo.steps * step / 3600
+    shares = {
+        name: expect_from_probes(spec, list(jobs.items()), probes).node_hours / node_hours
+        for name, jobs in planned.items()
+    }
+    ordered = {name: shares[name] for name in sorted(shares, key=lambda name: (shares[name], name))}
+    return SearchCost(fewest, batch, node_hours, ordered)
+
+
+def _with_search_strategy(spec: JobSpec, strategy: str) -> JobSpec:
+    return spec.model_copy(update={"search": spec.search.model_copy(update={"strategy": strategy})})

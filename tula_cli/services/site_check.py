@@ -1,0 +1,664 @@
+"""`tula check --site`: are the settings for all jobs of a site right, and does the site answer as they say."""
+
+import json
+import math
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tula_cli.assets import SITE_FOLDER, config_files
+from tula_cli.cluster.slurm.billing import unknown_names
+from tula_cli.cluster.slurm.queue import describe_window
+from tula_cli.cluster.slurm.sbatch import export_lines, set_up_lines
+from tula_cli.cluster.slurm.site import Partition, SiteFacts, ask_site_facts, describe_partition
+from tula_cli.errors import JobFailed, SchedulerError, SpecError, TulaError
+from tula_cli.host.processes import run_command
+from tula_cli.plugins import nearest
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.merge import SITE_FILE, leaves, merge
+from tula_cli.spec.old_keys import replace_old_keys
+from tula_cli.spec.slurm_options import ROOM, Slurm
+from tula_cli.spec.yaml_text import read_yaml
+from tula_cli.version import __version__
+from tula_cli.words import plural
+
+# --- A finding
+
+
+@dataclass(frozen=True)
+class SiteFinding:
+    """What is so, or is wrong, and what to do about it."""
+
+    verdict: Literal["ok", "warning", "problem"]  # with a problem jobs fail, or are refused
+    about: str  # the key, or what it is about
+    message: str
+    advice: str = ""  # empty where there is nothing to do
+    source: Literal["file", "scheduler", "jobs"] = "file"  # what tells it
+
+
+def ok(about: str, message: str, source: Literal["file", "scheduler", "jobs"] = "file") -> SiteFinding:
+    return SiteFinding("ok", about, message, source=source)
+
+
+def warning(
+    about: str, message: str, advice: str, source: Literal["file", "scheduler", "jobs"] = "file"
+) -> SiteFinding:
+    return SiteFinding("warning", about, message, advice, source)
+
+
+def problem(
+    about: str, message: str, advice: str, source: Literal["file", "scheduler", "jobs"] = "file"
+) -> SiteFinding:
+    return SiteFinding("problem", about, message, advice, source)
+
+
+# --- The settings
+
+_ANY_JOB: Mapping[str, Any] = {
+    "model": {"name": "small_cnn"},
+    "dataset": {"name": "digits"},
+    "optimizer": {"lr": 0.1},
+    "train": {"epochs": 1000},
+}
+"""What a job says at least; a site file is laid over it to be checked by the job's own rules, whatever keys they know."""
+
+
+@dataclass(frozen=True)
+class SiteSettings:
+    """Site files laid over each other, as every job meets them."""
+
+    files: tuple[Path, ...]  # the weaker first
+    content: Mapping[str, Any]
+    origins: Mapping[str, str]  # key -> the file that sets it
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that they set, `a.b.c`."""
+        return tuple(key for key, _ in leaves(dict(self.content)))
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """What these keys stand in."""
+        return tuple(dict.fromkeys(key.rpartition(".")[0] for key in self.keys))
+
+    def origin(self, path: str) -> str:
+        """Return the file that sets a key, or something of a section; the strongest where none does."""
+        files = [file for key, file in self.origins.items() if key == path or key.startswith((f"{path}.", f"{path}["))]
+        outer = [file for key, file in self.origins.items() if path.startswith((f"{key}.", f"{key}["))]
+        return next(iter([*files, *outer]), str(self.files[-1]))
+
+
+def read_site(file: Path | None, *, environ: Mapping[str, str] = os.environ) -> SiteSettings:
+    """Read one file, or those that jobs read here.
+
+    Args:
+        file: checked by itself, wherever it lies; None: those of the site and the user.
+        environ: where XDG's variables are looked up.
+
+    Raises:
+        SpecError: there is none, or one cannot be read or is no YAML.
+    """
+    files = tuple(reversed(config_files(SITE_FILE, environ=environ))) if file is None else (file,)
+    if not files:
+        raise SpecError(
+            f"no {SITE_FILE} is found here: not in {SITE_FOLDER}, nor in tula/ of $XDG_CONFIG_DIRS and $XDG_CONFIG_HOME"
+            " (~/.config)",
+            f"name one: tula check --site FILE; examples/slurm_site/{SITE_FILE} is one to begin with",
+        )
+    content: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for settings_file in files:
+        merge(
+            content,
+            replace_old_keys(read_yaml(settings_file), source=str(settings_file)),
+            origins,
+            source=str(settings_file),
+        )
+    return SiteSettings(files, content, origins)
+
+
+def job_of_site(site: SiteSettings) -> JobSpec:
+    """Return any job of the site, as its settings make it.
+
+    Raises:
+        SpecError: with all that is wrong in them at once.
+    """
+    job: dict[str, Any] = {}
+    merge(job, _ANY_JOB, {}, source="")
+    cluster, pricing = site.content.get("cluster"), site.content.get("pricing")
+    if isinstance(cluster, dict) and cluster.get("slurm") is not None:  # a job for SLURM says so, if the site does not
+        job["cluster"] = {"kind": "slurm"}
+    if isinstance(pricing, dict):  # the rest of it is the job's
+        job["pricing"] = {"price": 1.0}
+    merge(job, site.content, {}, source="")
+    return validate(job, source=", ".join(map(str, site.files)))
+
+
+def file_findings(site: SiteSettings) -> Iterator[SiteFinding]:
+    """Yield whether the files can be read by all, and whether keys and values are those of a job."""
+    for file in site.files:
+        yield from _readable_findings(file)
+    yield from _relative_path_findings(site)
+    if "cluster.slurm" in site.sections and "cluster.kind" not in site.keys:
+        yield warning(
+            "cluster.kind",
+            "is not set: cluster.slurm is for jobs alone that say kind: slurm",
+            "set kind: slurm for all",
+        )
+    try:
+        job_of_site(site)
+    except SpecError as error:
+        several = len(site.files) > 1
+        for problem_ in error.problems:
+            where = f", in {site.origin(problem_.path)}" if several else ""
+            yield problem(problem_.path, f"{problem_.message}{where}", problem_.hint)
+    else:
+        for file in site.files:
+            keys_of_file = [key for key, source in site.origins.items() if source == str(file)]
+            yield ok(str(file), f"{plural(len(keys_of_file), 'setting')}, all of keys that a job has")
+
+
+def _readable_findings(file: Path) -> Iterator[SiteFinding]:
+    if file.is_relative_to(Path("~").expanduser()) or not file.is_file():
+        return
+    if not file.stat().st_mode & stat.S_IROTH:
+        yield warning(str(file), "not everybody may read it, and who may not can load no job", f"chmod a+r {file}")
+
+
+def _relative_path_findings(site: SiteSettings) -> Iterator[SiteFinding]:
+    """Yield paths that mean another file in each user's folder."""
+    slurm = site.content.get("cluster") or {}
+    slurm = (slurm.get("slurm") if isinstance(slurm, dict) else None) or {}
+    for key in ("setup", "wrapper"):
+        path = slurm.get(key) if isinstance(slurm, dict) else None
+        if not isinstance(path, str):
+            continue
+        expanded = Path(path).expanduser()
+        about = f"cluster.slurm.{key}"
+        if not expanded.is_absolute():
+            yield warning(about, f"{path!r} is looked for in the folder that each user is in", "write an absolute path")
+        elif not expanded.is_file():
+            yield problem(about, f"there is no file {path}", "set it right, or leave it out")
+
+
+# --- What jobs start with
+
+COMMAND_TIMEOUT = 120.0
+"""Seconds that the set-up and the start of python get; a container starts slowly."""
+_HOW_TO_RUN_SETUP = "tula check --site --run-setup runs them here, on this machine"
+_NEEDED_PACKAGES = ("pydantic", "yaml", "numpy", "submitit", "torch")
+_MIN_PYTHON = (3, 10)
+_ENDS_AT_ERRORS = re.compile(r"\s*set\s+(-[a-zA-Z]*e|-o\s+errexit)")
+_MARK = "tula-site-check: "
+_TRAP = f"trap 'echo \"{_MARK}$? of: $BASH_COMMAND\" >&2' ERR"
+_VERSION_PROGRAM = f"""
+import importlib.metadata, importlib.util, json, sys
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+found = {{name: bool(importlib.util.find_spec(name)) for name in {_NEEDED_PACKAGES!r}}}
+print("{_MARK}" + json.dumps({{"python": list(sys.version_info[:3]), "path": sys.executable, "found": found,
+    "tula": version("tula-cli"), "torch": version("torch")}}))
+"""
+
+
+@dataclass(frozen=True)
+class _ShellResult:
+    """What became of lines of the shell."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def failed(self) -> list[str]:
+        """The commands that failed, with their exit codes: `1 of: module load x`."""
+        return [line.removeprefix(_MARK) for line in self.err.splitlines() if line.startswith(_MARK)]
+
+    @property
+    def last_error_line(self) -> str:
+        error_lines = [line for line in self.err.splitlines() if line.strip() and not line.startswith(_MARK)]
+        return error_lines[-1].strip() if error_lines else "it said nothing"
+
+
+def job_findings(spec: JobSpec, *, run_setup: bool, workdir: Path) -> Iterator[SiteFinding]:
+    """Yield whether what jobs begin with works here; each set-up and python of the types of node once.
+
+    Args:
+        spec: any job of the site.
+        run_setup: run the set-up lines too; else they are only read.
+        workdir: what paths start from.
+    """
+    checked: set[str] = set()
+    for job in spec.by_type().values():
+        slurm = job.cluster.slurm or Slurm()
+        try:
+            lines = set_up_lines(slurm, workdir)
+        except SpecError as error:
+            yield problem("cluster.slurm.setup", error.message, error.hint, "jobs")
+            continue
+        key = json.dumps([lines, export_lines(slurm), slurm.python])
+        if key not in checked:
+            checked.add(key)
+            yield from _setup_findings(slurm, lines, run_setup=run_setup)
+
+
+def _setup_findings(slurm: Slurm, lines: Sequence[str], *, run_setup: bool) -> Iterator[SiteFinding]:
+    where = lines[0].removeprefix("# ") if lines else "cluster.slurm.setup"
+    if lines:
+        read = _run_bash([*lines], only_read=True)
+        if read.code:
+            yield problem(where, f"bash cannot read the set-up: {read.last_error_line}", "mend its lines", "jobs")
+            return
+        if not any(_ENDS_AT_ERRORS.match(line) for line in lines):
+            yield warning(where, "a line of the set-up that fails ends nothing", "begin with set -e", "jobs")
+        if not run_setup:
+            yield warning(
+                where, "the set-up lines, and the python that they lead to, were not tried", _HOW_TO_RUN_SETUP, "jobs"
+            )
+            return
+        completed = _run_bash([_TRAP, *lines])
+        if completed.code or completed.failed:
+            failures = "; ".join(f"exit code {line}" for line in completed.failed) or f"exit code {completed.code}"
+            yield problem(
+                where, f"the set-up fails here: {failures} ({completed.last_error_line})", "mend its lines", "jobs"
+            )
+            return
+        yield ok(where, "the set-up lines run here", "jobs")
+    yield from _python_findings(slurm, lines)
+
+
+def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding]:
+    about, command = "cluster.slurm.python", slurm.python or shlex.quote(sys.executable)
+    completed = _run_bash([*lines, *export_lines(slurm), f"{command} -c {shlex.quote(_VERSION_PROGRAM)}"])
+    answer_line = next((line for line in completed.out.splitlines() if line.startswith(_MARK)), None)
+    if answer_line is None:
+        yield problem(
+            about,
+            f"{command} does not start here: {completed.last_error_line}",
+            "set it to a python that is on every node, or mend the set-up",
+            "jobs",
+        )
+        return
+    answer: dict[str, Any] = json.loads(answer_line.removeprefix(_MARK))
+    version = ".".join(map(str, answer["python"]))
+    missing = [name for name, is_installed in answer["found"].items() if not is_installed]
+    if tuple(answer["python"][:2]) < _MIN_PYTHON:
+        yield problem(
+            about,
+            f"{answer['path']} is Python {version}",
+            f"tula needs {_MIN_PYTHON[0]}.{_MIN_PYTHON[1]} or newer",
+            "jobs",
+        )
+    elif missing:
+        yield problem(
+            about,
+            f"{answer['path']} (Python {version}) lacks {', '.join(missing)}",
+            "pip install 'tula-cli[torch]' there, or name another python",
+            "jobs",
+        )
+    else:
+        note = "" if slurm.python else ", the one that tula itself runs with"
+        yield ok(
+            about,
+            f"{answer['path']}: Python {version}, torch {answer['torch'] or 'of an unknown version'}{note}",
+            "jobs",
+        )
+    yield from _tula_findings(about, answer["tula"])
+
+
+def _tula_findings(about: str, version: str) -> Iterator[SiteFinding]:
+    """Yield whether jobs have the same tula: they take that of who submits, which lies in the run, where they see it."""
+    if version == __version__:
+        yield ok(about, f"tula {version} there and here", "jobs")
+    elif version:
+        yield warning(
+            about,
+            f"tula {version} there, and {__version__} here",
+            "install the same one: jobs take that of who submits, unless their python ignores PYTHONPATH",
+            "jobs",
+        )
+
+
+def _run_bash(lines: Sequence[str], *, only_read: bool = False) -> _ShellResult:
+    """Run lines as the script of a job would, or only have bash read them."""
+    command = ["bash", "-n"] if only_read else ["bash"]
+    try:
+        completed = run_command(command, stdin="\n".join(lines) + "\n", timeout=COMMAND_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return _ShellResult(1, "", f"it took more than {COMMAND_TIMEOUT:g} s")
+    except OSError as error:
+        return _ShellResult(1, "", f"bash: {error.strerror}")
+    return _ShellResult(completed.returncode, completed.stdout, completed.stderr)
+
+
+# --- The scheduler
+
+_NEEDED_COMMANDS = ("sinfo", "squeue", "sbatch")
+_WITHOUT = {
+    "sacct": "tula does without accounting, but a scancel may be taken for a lost allocation",
+    "sacctmgr": "accounts and QOS are not checked",
+    "scontrol": "reservations are not checked, and faulty nodes of waiting jobs cannot be excluded",
+}
+_SECTION = "cluster.slurm"
+
+
+def command_findings(facts: SiteFacts) -> Iterator[SiteFinding]:
+    """Yield which commands of SLURM answer."""
+    for name, why in facts.silent.items():
+        if name in _NEEDED_COMMANDS:
+            yield problem(
+                name, why, "nothing can be submitted or followed without it: is SLURM in PATH here?", "scheduler"
+            )
+        elif facts.answers:
+            yield warning(name, why, _WITHOUT.get(name, "tula does without"), "scheduler")
+    if facts.answers:
+        names = ", ".join(partition.name for partition in facts.partitions)
+        yield ok("scheduler", f"answers: {plural(len(facts.partitions), 'partition')}, {names}", "scheduler")
+
+
+def setting_findings(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
+    """Yield how the settings of each type of node fit the site; the same thing of several types once.
+
+    Args:
+        spec: any job of the site.
+        facts: of the scheduler, which answers.
+    """
+    seen_findings: set[SiteFinding] = set()
+    for name, job in spec.by_type().items():
+        if job.cluster.kind != "slurm":
+            continue
+        for finding in _findings_of_type(job, facts):
+            where = finding if name is None else _for_node_type(finding, name)
+            if finding not in seen_findings:
+                seen_findings.add(finding)
+                yield where
+
+
+def _for_node_type(finding: SiteFinding, name: str) -> SiteFinding:
+    return SiteFinding(finding.verdict, f"{finding.about} ({name})", finding.message, finding.advice, finding.source)
+
+
+def _findings_of_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
+    slurm = spec.cluster.slurm or Slurm()
+    partitions = yield from _partition_findings(slurm, facts)
+    for partition in partitions:
+        yield from _size_findings(spec, slurm, partition)
+        yield from _limit_findings(spec, slurm, partition)
+    yield from _maintenance_findings(slurm, facts)
+    yield from _account_findings(slurm, facts)
+    yield from _qos_findings(slurm, facts)
+    yield from _constraint_findings(slurm, facts, partitions)
+    for unknown in unknown_names(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
+        yield warning(unknown.about, unknown.message, unknown.advice, "scheduler")
+    if slurm.reservation and facts.reservations is not None and slurm.reservation not in facts.reservations:
+        reservations = ", ".join(facts.reservations) or "none"
+        yield problem(
+            f"{_SECTION}.reservation",
+            f"no reservation {slurm.reservation!r}",
+            f"there are: {reservations}",
+            "scheduler",
+        )
+
+
+def _partition_findings(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding, None, list[Partition]]:
+    """Yield whether the partitions are there; return those that are."""
+    about = f"{_SECTION}.partition"
+    partitions_by_name = {partition.name: partition for partition in facts.partitions}
+    if slurm.partition is None:
+        default_partition = next((one for one in facts.partitions if one.default), None)
+        if default_partition is None and len(partitions_by_name) > 1:
+            yield warning(
+                about,
+                "none is set, and the scheduler has no default",
+                f"name one of {', '.join(partitions_by_name)}",
+                "scheduler",
+            )
+        elif default_partition is not None:
+            yield ok(about, f"none is set: the default, {describe_partition(default_partition)}", "scheduler")
+        return [default_partition] if default_partition is not None else []
+    partitions_found = []
+    for name in slurm.partition.split(","):
+        if name not in partitions_by_name:
+            advice = nearest(name, partitions_by_name) or f"there are: {', '.join(partitions_by_name)}"
+            yield problem(about, f"no partition {name!r}", advice, "scheduler")
+        elif not partitions_by_name[name].up:
+            yield problem(about, f"partition {name} is not up", "name another, or have it set up", "scheduler")
+        else:
+            partitions_found.append(partitions_by_name[name])
+            yield ok(about, describe_partition(partitions_by_name[name]), "scheduler")
+    return partitions_found
+
+
+def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
+    """Yield whether some kind of the partition's nodes has what is asked of a node."""
+    kinds, gpus = partition.kinds, spec.cluster.gpus_per_node
+    if not kinds:
+        yield problem(
+            f"{_SECTION}.partition",
+            f"{partition.name} has no node that can run a job",
+            "sinfo --list-reasons tells why",
+            "scheduler",
+        )
+        return
+    if spec.cluster.device != "cpu" and slurm.gpus != "none":
+        yield from _gpu_findings(spec, slurm, partition)
+    cpus = max(kind.cpus for kind in kinds)
+    if slurm.cpus_per_task and slurm.cpus_per_task * gpus > cpus:
+        yield problem(
+            f"{_SECTION}.cpus_per_task",
+            f"{slurm.cpus_per_task} for each of {plural(gpus, 'rank')} is more than a node of {partition.name} has ({cpus})",
+            f"set it to {max(1, cpus // gpus)}",
+            "scheduler",
+        )
+    memory = max(kind.memory for kind in kinds)
+    if slurm.memory == "0" and all(kind.limited_memory for kind in kinds):
+        yield problem(
+            f"{_SECTION}.memory",
+            f"0 asks for all memory of a node, and a job in {partition.name} can have {memory} MB",
+            f"set it to {memory}M",
+            "scheduler",
+        )
+    most_nodes = max(spec.search.nodes)
+    if "nodes" in spec.search.model_fields_set and most_nodes > partition.usable:
+        yield problem(
+            "search.nodes",
+            f"{most_nodes} is more than a job can have in {partition.name} ({partition.usable})",
+            "leave it to the jobs, or search fewer",
+            "scheduler",
+        )
+
+
+def _gpu_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
+    kinds, gpus = partition.kinds, spec.cluster.gpus_per_node
+    most = max((own.count for kind in kinds for own in kind.gpus), default=0)
+    types = sorted({own.type for kind in kinds for own in kind.gpus if own.type})
+    if most == 0:
+        yield problem(
+            "cluster.gpus_per_node",
+            f"the nodes of {partition.name} have no GPUs that SLURM knows of",
+            f"set {_SECTION}.gpus: none, or cluster.device: cpu",
+            "scheduler",
+        )
+    elif gpus > most:
+        yield problem(
+            "cluster.gpus_per_node",
+            f"{gpus} is more than a node of {partition.name} has ({most})",
+            f"set it to {most}",
+            "scheduler",
+        )
+    elif gpus < most and slurm.exclusive:
+        yield warning(
+            "cluster.gpus_per_node",
+            f"{gpus} of the {most} that a node of {partition.name} has, and whole nodes are paid for (exclusive)",
+            f"set it to {most}",
+            "scheduler",
+        )
+    if slurm.gpu_type and slurm.gpu_type not in types:
+        advice = nearest(slurm.gpu_type, types) or (
+            f"there are: {', '.join(types)}" if types else "leave it out: SLURM tells no types apart"
+        )
+        yield problem(f"{_SECTION}.gpu_type", f"no GPU {slurm.gpu_type!r} in {partition.name}", advice, "scheduler")
+
+
+def _limit_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
+    """Yield whether the partition lets jobs last as long as they ask for."""
+    limit = partition.minutes
+    if limit is None:
+        return
+    if slurm.minutes > limit:
+        yield problem(
+            f"{_SECTION}.minutes",
+            f"{slurm.minutes} is more than {partition.name} allows ({limit})",
+            f"set it to {limit} or less",
+            "scheduler",
+        )
+    probes = math.ceil(spec.search.max_minutes) + ROOM
+    if probes > limit:
+        yield problem(
+            "search.max_minutes",
+            f"a measuring job asks for {probes} minutes, and {partition.name} allows {limit}",
+            f"set it to {max(1, limit - ROOM)}",
+            "scheduler",
+        )
+
+
+def _maintenance_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
+    """Yield whether training jobs of this length would run into a maintenance window, and wait until it is over."""
+    now = time.time()
+    begin = next((begin for begin, _ in facts.maintenance if begin > now), math.inf)
+    remaining = (begin - now) / 60
+    if remaining < slurm.minutes:
+        yield warning(
+            f"{_SECTION}.minutes",
+            f"a job of {slurm.minutes} minutes would not start before the maintenance: {describe_window(begin, now)}",
+            f"set it below {max(1, int(remaining))} to start now" if remaining >= 2 else "jobs wait until it is over",
+            "scheduler",
+        )
+
+
+def _account_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
+    if slurm.account is None or facts.accounts is None:
+        return
+    about = f"{_SECTION}.account"
+    if slurm.account.lower() in (name.lower() for name in facts.accounts):
+        yield ok(about, f"{slurm.account} is known; all users of this file charge it", "scheduler")
+    else:
+        advice = nearest(slurm.account, facts.accounts) or "leave it to the users, or name one that sacctmgr knows"
+        yield problem(about, f"accounting knows no account {slurm.account!r}", advice, "scheduler")
+
+
+def _qos_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
+    if slurm.qos is None or facts.qos is None:
+        return
+    about = f"{_SECTION}.qos"
+    for name in slurm.qos.split(","):
+        if name not in facts.qos:
+            advice = nearest(name, facts.qos) or f"there are: {', '.join(facts.qos)}"
+            yield problem(about, f"no QOS {name!r}", advice, "scheduler")
+        elif (limit := facts.qos[name]) is not None and slurm.minutes > limit:
+            yield problem(
+                f"{_SECTION}.minutes",
+                f"{slurm.minutes} is more than QOS {name} allows ({limit})",
+                f"set it to {limit} or less",
+                "scheduler",
+            )
+        else:
+            yield ok(about, f"{name} is known", "scheduler")
+
+
+def _constraint_findings(slurm: Slurm, facts: SiteFacts, partitions: Sequence[Partition]) -> Iterator[SiteFinding]:
+    """Yield names in the constraint that no node of the partitions has; how they are combined is SLURM's own."""
+    known_features = frozenset[str]().union(
+        *(facts.features.get(partition.name, frozenset()) for partition in partitions)
+    )
+    names = [name for name in re.split(r"[&|\[\](),*\s]+", slurm.constraint or "") if name and not name.isdigit()]
+    if unknown := [name for name in names if name not in known_features]:
+        advice = nearest(unknown[0], known_features) or (
+            f"there are: {', '.join(sorted(known_features))}" if known_features else "they have no features"
+        )
+        yield problem(f"{_SECTION}.constraint", f"no node here has {', '.join(unknown)}", advice, "scheduler")
+
+
+# --- The check
+
+_ERRORS: Mapping[str, type[TulaError]] = {"file": SpecError, "scheduler": SchedulerError, "jobs": JobFailed}
+"""What is raised where the first problem is of this source: the file, then the scheduler, then what jobs begin with."""
+
+
+@dataclass(frozen=True)
+class SiteCheck:
+    """What was looked at and found."""
+
+    files: tuple[Path, ...]
+    keys: tuple[str, ...]  # that they set
+    findings: tuple[SiteFinding, ...]
+
+    @property
+    def problems(self) -> tuple[SiteFinding, ...]:
+        return tuple(finding for finding in self.findings if finding.verdict == "problem")
+
+    def require_sound(self) -> None:
+        """Refuse settings with which jobs fail, or are refused.
+
+        Raises:
+            SpecError: a key or a value is wrong.
+            SchedulerError: the files are right, but the scheduler does not answer, or has not what they ask for.
+            JobFailed: all of that is right, but the set-up or the python of jobs fails.
+        """
+        if not self.problems:
+            return
+        source = next(source for source in _ERRORS if any(finding.source == source for finding in self.problems))
+        names = ", ".join(dict.fromkeys(finding.about for finding in self.problems))
+        raise _ERRORS[source](
+            f"{', '.join(map(str, self.files))}: {plural(len(self.problems), 'problem')} ({names})",
+            "mend what is said above, and check again",
+        )
+
+
+def check_site(
+    file: Path | None = None,
+    *,
+    run_setup: bool = False,
+    environ: Mapping[str, str] = os.environ,
+    ask: Callable[[], SiteFacts] = ask_site_facts,
+) -> SiteCheck:
+    """Check site settings; submits nothing.
+
+    Args:
+        file: a site.yaml wherever it lies; None: those that jobs read here.
+        run_setup: run the set-up lines of jobs on this machine too.
+        environ: where XDG's variables are looked up.
+        ask: asks the scheduler.
+
+    Raises:
+        SpecError: there is no file, or it cannot be read or is no YAML.
+    """
+    site = read_site(file, environ=environ)
+    return SiteCheck(site.files, site.keys, tuple(_site_findings(site, ask, run_setup=run_setup)))
+
+
+def _site_findings(site: SiteSettings, ask: Callable[[], SiteFacts], *, run_setup: bool) -> Iterator[SiteFinding]:
+    yield from file_findings(site)
+    try:
+        spec = job_of_site(site)
+    except SpecError:  # told by what it is above; what it asks for is not known
+        return
+    if not any(job.cluster.kind == "slurm" for job in spec.by_type().values()):
+        return
+    facts = ask()
+    yield from command_findings(facts)
+    if facts.answers:
+        yield from setting_findings(spec, facts)
+    yield from job_findings(spec, run_setup=run_setup, workdir=Path.cwd())

@@ -1,1 +1,0 @@
-"""What keeps runs usable over the years, as a person sees it."""

@@ -1,0 +1,205 @@
+"""The JSON Schema of job.yaml and site.yaml, for editors and other programs.
+
+It says which keys there are, what they mean, and what a value looks like as it is written, sizes and time limits included.
+What holds only between keys (a schedule without milestones, a script beside a model) `tula check` tells. The dialect is
+2020-12, by keywords alone that mean the same in draft 7, which is what editors read.
+"""
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+import typing
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import StringSchema
+
+from tula_cli.errors import TulaError
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.kinds import Section
+from tula_cli.version import __version__
+
+# --- Descriptions of keys
+#
+# The page of reference (docs/job-spec.md) and the JSON Schema are both made of them.
+
+
+def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield the sections inside a section with their paths, depth first; NAME stands for a name of the user's."""
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        for inner in inner_sections(hint):
+            below = f"{path}.{name}".lstrip(".") + (".NAME" if get_origin(hint) is dict else "")
+            yield below, inner
+            yield from sections(inner, below)
+
+
+def inner_sections(hint: Any) -> Iterator[type[Section]]:
+    """Yield the sections that a type names, as those of `Slurm | None` and `list[Arm]`."""
+    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Section):
+        yield hint
+    for part in get_args(hint):
+        yield from inner_sections(part)
+
+
+@cache
+def descriptions(section: type[Section]) -> dict[str, str]:
+    """Return the words of each key: the comment of its field, else the first line of the section that it holds.
+
+    Args:
+        section: a part of the spec.
+
+    Raises:
+        TulaError: this installation has no sources, and so no comments.
+    """
+    comments = _comments(section)
+    hints = get_type_hints(section, include_extras=True)
+    return {name: comments.get(name) or _first_line(hints[name]) for name in section.model_fields}
+
+
+def _first_line(hint: Any) -> str:
+    return next((inspect.cleandoc(inner.__doc__ or "").splitlines()[0] for inner in inner_sections(hint)), "")
+
+
+def _comments(section: type[Section]) -> dict[str, str]:
+    """Return the comment of each field of a class: beside it, else on the lines above it."""
+    try:
+        source = textwrap.dedent(inspect.getsource(section))
+    except OSError:
+        raise TulaError(
+            f"this installation of tula lacks the source of {section.__module__}, whose comments tell what keys mean",
+            "install it again, from a wheel or a whole checkout",
+        ) from None
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    found = {}
+    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            beside = [lines[n] for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n in lines]
+            above = node.lineno
+            while not beside and above - 1 in lines and source.splitlines()[above - 2].lstrip().startswith("#"):
+                above -= 1
+            found[node.target.id] = " ".join(beside or [lines[n] for n in range(above, node.lineno)])
+    return found
+
+
+# --- The schema
+
+Schema = dict[str, Any]
+Kind = Literal["job", "site"]
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+LAID_OVER = ("cluster", "pricing", "search")
+"""Sections that a site file, or a node type, may give a part of: what they require may stand elsewhere."""
+_WORDS = {
+    "job": "A job of tula: what to train, what to measure first, where to run.",
+    "site": "Settings for all jobs of a site or a user: any part of a job, which wins over it.",
+}
+
+
+class _TypedText(GenerateJsonSchema):
+    """Text may be typed as a number: `spec/kinds.as_typed`."""
+
+    def str_schema(self, schema: StringSchema) -> Schema:
+        return {**super().str_schema(schema), "type": ["string", "number"]}
+
+
+def json_schema(kind: Kind) -> Schema:
+    """Return the schema of a file, as an object for `json.dumps`.
+
+    Args:
+        kind: job, a job.yaml; or site, a site.yaml, which may hold any part of one and requires nothing.
+
+    Raises:
+        TulaError: this installation has no sources, and so no descriptions.
+    """
+    made = JobSpec.model_json_schema(mode="validation", schema_generator=_TypedText)
+    parts: Schema = made.pop("$defs")
+    found: dict[str, type[Section]] = {section.__name__: section for _, section in sections(JobSpec)}
+    for name, part in parts.items():
+        _described(part, found[name])
+    _described(made, JobSpec)
+    for key in LAID_OVER:
+        inside = parts["NodeType"]["properties"][key]
+        parts["NodeType"]["properties"][key] = {
+            "description": inside["description"],
+            "allOf": [{"$ref": f"#/$defs/{key.title()}"}],
+        }
+    required = made.pop("required")
+    for name in _merged(made if kind == "site" else _only(made, LAID_OVER), parts):
+        parts[name].pop("required", None)
+    if kind == "job":
+        made |= _required(required, parts)
+    head = {
+        "$schema": DIALECT,
+        "$id": f"urn:tula:{kind}",
+        "$comment": f"written by tula init, version {__version__}",
+        "title": f"{kind}.yaml of tula",
+        "description": _WORDS[kind],
+    }
+    return {**head, **{key: made[key] for key in made if key not in head}, "$defs": parts}
+
+
+def _described(part: Schema, section: type[Section]) -> None:
+    """Put the words of the keys in, and leave out what tells an editor nothing."""
+    words = descriptions(section)
+    part.pop("title", None)
+    for name, own in part["properties"].items():
+        _plain(own)
+        if "$ref" in own:  # beside it draft 7 reads nothing
+            own["allOf"] = [{"$ref": own.pop("$ref")}]
+        if isinstance(own.get("default", {}), dict) or own["default"] is None:
+            own.pop("default", None)
+        part["properties"][name] = {"description": words[name], **own}
+
+
+def _plain(value: Any) -> None:
+    """Take pydantic's titles out of a value's schema, and let names that do not fit a pattern be refused."""
+    if isinstance(value, list):
+        for inner in value:
+            _plain(inner)
+    elif isinstance(value, dict):
+        if isinstance(value.get("title"), str):
+            del value["title"]
+        if "patternProperties" in value:
+            value["additionalProperties"] = False
+        for inner in value.values():
+            _plain(inner)
+
+
+def _only(root: Schema, keys: tuple[str, ...]) -> Schema:
+    return {"properties": {key: root["properties"][key] for key in keys}}
+
+
+def _merged(root: Schema, parts: Schema) -> set[str]:
+    """Return the sections that stand in `root` and are merged level by level: all but those in lists."""
+    found: set[str] = set()
+    waiting = [root]
+    while waiting:
+        for name in _named(waiting.pop()):
+            if name not in found:
+                found.add(name)
+                waiting.append(parts[name])
+    return found
+
+
+def _named(value: Any) -> Iterator[str]:
+    """Yield the sections that a schema refers to, but in lists."""
+    for key, inner in value.items():
+        if key == "$ref":
+            yield inner.rpartition("/")[2]
+        elif isinstance(inner, dict) and key != "items":
+            yield from _named(inner)
+        elif isinstance(inner, list):
+            yield from (name for one in inner if isinstance(one, dict) for name in _named(one))
+
+
+def _required(names: list[str], parts: Schema) -> Schema:
+    """Return what a job without a script has to say: of section train too."""
+    of_train = {"properties": {"train": {"required": parts["Train"].pop("required")}}}
+    script = {"required": ["script"], "properties": {"script": {"type": "object"}}}
+    return {"if": script, "then": {}, "else": {"required": names, **of_train}}

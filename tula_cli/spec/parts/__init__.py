@@ -1,1 +1,0 @@
-"""Sections that stand in other sections."""

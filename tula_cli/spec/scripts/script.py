@@ -1,0 +1,302 @@
+"""Section `script` of a job file: a user's script, its length, its checkpoints and what it reports."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, shell_words
+from tula_cli.spec.methods import METHODS
+from tula_cli.spec.old_keys import advice
+from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, OF_A_RANK, names, of_a_shell
+from tula_cli.spec.sections import Dataset, Model, Optimizer
+from tula_cli.words import plural
+
+# --- The section
+
+
+def _known(text: str) -> str:
+    names(text)
+    return text
+
+
+def _without_shell(text: str) -> str:
+    if word := of_a_shell(text):
+        raise ValueError(f"{word!r} {FOR_A_SHELL}: {IN_A_FILE}")
+    return text
+
+
+def _pattern(text: str) -> str:
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    if groups != 1:
+        raise ValueError(
+            f"{text!r} must have one group, around the number, for example 'top1 ([0-9.]+)'; it has {groups}"
+        )
+    return text
+
+
+def _way_to_ask(text: str) -> str:
+    if text in ("none", "hooks", "SIGUSR1", "SIGUSR2", "SIGTERM") or re.fullmatch(r"file:.+", text):
+        return _known(text)
+    raise ValueError(f"{text!r} is no way to ask for a checkpoint: none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH")
+
+
+Filled = Annotated[Line, AfterValidator(_known)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+class Length(Section):
+    """How long the script trains. Exactly one of the three."""
+
+    epochs: Positive | None = None  # over dataset_size samples each
+    samples: Positive | None = None  # in all
+    steps: Positive | None = None  # at reference.batch: another batch takes as many samples
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "Length":
+        given = self.model_dump(exclude_none=True)
+        if len(given) != 1:
+            raise ValueError(f"give one of epochs, samples and steps, not {' and '.join(given) or 'none of them'}")
+        return self
+
+
+class Reference(Section):
+    """The batch and the learning rate that the script was tuned for."""
+
+    batch: Positive  # global
+    lr: PositiveFloat | None = None  # left out where the command has no {lr}
+
+
+class Resume(Section):
+    """How the script goes on from a checkpoint of its own."""
+
+    args: Filled = ""  # appended where there is a checkpoint, for example --resume {checkpoint}
+    checkpoint: Filled  # its path, or a pattern with *, of which the newest is taken: {out}/checkpoint*.pth
+    # with which batch it may go on: the same, another from an epoch's end on, any; rehearse: as a rehearsal finds
+    batch: Literal["rehearse", "same", "epoch", "any"] = "rehearse"
+    checkpoint_interval: Literal["epoch"] | Positive | None = (
+        None  # how often it saves (epoch, or so many steps), while no training has shown it
+    )
+
+
+class Rows(Section):
+    """A metric in a file of one JSON object a line."""
+
+    jsonl: Filled  # the file
+    key: str  # of the number in each line
+
+
+class ProbeScript(Section):
+    """Settings that differ while the script is measured, not trained."""
+
+    args: Filled = ""  # appended, for example --epochs 1
+    stop: Literal["exit", "raise"] = "exit"  # raise: SystemExit in the loop, which runs what the script does at its end
+    environment: dict[str, str] = {"WANDB_MODE": "disabled"}  # what a probe must not publish
+
+
+class Script(Section):
+    """A training script as it is: its command line, and what tula cannot see from inside."""
+
+    command: Annotated[
+        str, AfterValidator(shell_words), AfterValidator(_known), AfterValidator(_without_shell)
+    ]  # with placeholders, for example train.py -b {local_batch} --lr {lr}
+    # rank: tula starts a process a GPU with RANK, WORLD_SIZE ...; node: one a node, which starts its ranks itself
+    launch: Literal["rank", "node"] = "rank"
+    code: Literal["snapshot", "none"] = "snapshot"  # none: what runs is what the files are by then
+    length: Length
+    dataset_size: Literal["auto"] | Positive = "auto"  # samples of an epoch; auto: as the loader says
+    reference: Reference
+    resume: Resume | None = None  # without it a training that is interrupted begins anew
+    save: Annotated[str, AfterValidator(_way_to_ask)] = "none"  # how it is asked to save before it has to leave
+    metric: dict[
+        str, Pattern | Rows
+    ] = {}  # name: a pattern on what it prints, or {jsonl: file, key: name}; the last one
+    probe: ProbeScript = ProbeScript()
+
+    @property
+    def known_dataset_size(self) -> int | None:
+        """Samples of an epoch as given; where the length needs none, those of the whole training. None: not known yet."""
+        if self.dataset_size != "auto":
+            return self.dataset_size
+        if self.length.epochs is not None:
+            return None
+        return self.length.samples or (self.length.steps or 0) * self.reference.batch
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        """The placeholders of all that may be on its command line."""
+        parts = (self.command, self.resume.args if self.resume else "", self.probe.args)
+        return frozenset(name for part in parts for name in names(part))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether its command can be told to take a batch in more and smaller micro-batches."""
+        found = set(names(self.command))
+        return "micro_batch" in found and bool(found & {"accumulate", "accumulate_total"})
+
+    @model_validator(mode="after")
+    def _has_a_batch(self) -> "Script":
+        found = set(names(self.command))
+        if not found & BATCHES:
+            raise ValueError(
+                "command has no batch that tula could choose; write {local_batch} (a GPU's), {batch} (all GPUs') or"
+                " {micro_batch} in place of its number"
+            )
+        if "micro_batch" in found and not found & {"accumulate", "accumulate_total"}:
+            raise ValueError(
+                "command has {micro_batch} but neither {accumulate} nor {accumulate_total}: with several micro-batches a step"
+                " it would train on too few samples; write {local_batch}, or tell it how many there are"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_told_what_it_asks(self) -> "Script":
+        found = self.placeholders
+        if self.launch == "node" and (of_rank := sorted(found & OF_A_RANK)):
+            raise ValueError(
+                f"{{{of_rank[0]}}} differs among the processes of a node, which launch: node leaves to the command to start"
+            )
+        for name, value in (("lr", self.reference.lr), ("epochs", self.length.epochs)):
+            if name in found and value is None:
+                where = "reference.lr" if name == "lr" else "length.epochs"
+                raise ValueError(f"command asks for {{{name}}}, which {where} gives")
+        if self.reference.lr is not None and not found & {"lr", "lr_factor"}:
+            raise ValueError(
+                "reference.lr reaches nothing: command has neither {lr} nor {lr_factor}; leave it out where the script scales"
+                " its learning rate itself"
+            )
+        for name in ("steps", "samples"):
+            if name in found and self.known_dataset_size is None:
+                raise ValueError(f"command asks for {{{name}}}: with length.epochs, give dataset_size")
+        if "checkpoint" in names(self.command):
+            raise ValueError("{checkpoint} belongs into resume.args: at the start there is none")
+        return self
+
+
+# --- Checks with the other sections
+
+OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
+"""Sections of tula's own loop: a script builds all of it by itself."""
+TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom_policy", "max_attempts"}
+"""Settings of section train that reach a script: by placeholders, or because they are about starting it."""
+PRESET = "robust"
+"""Of section ags: the one that acts without a line of the script changed."""
+
+
+def default_train(command: object) -> tuple[dict[str, str], str]:
+    """Return how the large batch of a script is trained by default, as settings of section train, and the reason.
+
+    The rate follows the square root of the batch: which optimizer a script has is not known, and linear scaling breaks Adam's.
+
+    Args:
+        command: of the script; what is no text, or has wrong placeholders, is reported where section script is checked.
+    """
+    reason = "the batch of a script cannot change while it trains"
+    try:
+        takes_rate = isinstance(command, str) and bool({"lr", "lr_factor"} & set(names(command)))
+    except ValueError:
+        takes_rate = False
+    if takes_rate:
+        return {"method": "lrs", "lr_scaling": "sqrt"}, reason
+    return {"method": "lbt"}, f"{reason}, and its command takes no learning rate"
+
+
+def filled(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a job with a script, with what the types ask for in place of what it does not have.
+
+    Nobody sees that: the worker of tula's own loop is not started, and `told` leaves it out of what is written.
+
+    Args:
+        content: of the job, as it is read.
+
+    Raises:
+        ValueError: there is something in it that no script would get.
+    """
+    if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
+        raise ValueError(f"{' and '.join(foreign)} mean nothing beside script, which builds its own; leave them out")
+    train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
+    if unknown := sorted(key for key in train.keys() - TRAIN if not advice(f"train.{key}")):
+        raise ValueError(
+            f"train.{unknown[0]} means nothing to a script, whose command says what it does; of section train it has"
+            f" {', '.join(sorted(TRAIN))}"
+        )
+    if "method" not in train:
+        default, _ = default_train(_mapping(content["script"]).get("command"))
+        train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
+    method = train["method"]
+    if method not in (there_are := [name for name, facts in METHODS.items() if facts.on_scripts]):
+        raise ValueError(
+            f"train.method {method} acts inside of tula's own loop; for a script there are {', '.join(there_are)}"
+        )
+    if not METHODS[method].reads_ags and content.get("ags") is not None:
+        raise ValueError(f"section ags means nothing to train.method {method}; leave it out, or set train.method: ags")
+    length, reference = (_part(content["script"], name) for name in ("length", "reference"))
+    return {
+        **content,
+        "model": Model(name=""),
+        "dataset": Dataset(name=""),
+        "optimizer": Optimizer.model_construct(name="", lr=math.nan),
+        **({"ags": _ags(content)} if METHODS[method].reads_ags else {}),
+        # What is wrong in them is told of section script itself.
+        "train": {**train, "epochs": length.get("epochs") or 1, "reference_batch": reference.get("batch") or 1},
+    }
+
+
+def _ags(content: Mapping[str, Any]) -> Any:
+    """Return section ags with the preset of scripts where none is said. What is no mapping is for its type to tell."""
+    given = content.get("ags") or {}
+    return {"preset": PRESET, **given} if isinstance(given, Mapping) else given
+
+
+def _part(script: Any, name: str) -> Mapping[str, Any]:
+    return _mapping(_mapping(script).get(name))
+
+
+def _mapping(part: Any) -> Mapping[str, Any]:
+    return part if isinstance(part, Mapping) else {}
+
+
+def told(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the written content of a job with a script, without what `filled` has put there."""
+    reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].reads_ags
+    kept = {key: value for key, value in content.items() if key not in OWN_LOOP and (key != "ags" or reads_ags)}
+    if "train" in kept:
+        kept["train"] = {key: value for key, value in kept["train"].items() if key in TRAIN}
+    return kept
+
+
+def samples(script: Script, dataset_size: int) -> int:
+    """Return the samples of the whole training.
+
+    Args:
+        script: of which the length is read.
+        dataset_size: samples of an epoch.
+    """
+    asked = samples_asked(script)
+    return (script.length.epochs or 0) * dataset_size if asked is None else asked
+
+
+def samples_asked(script: Script) -> int | None:
+    """Return the samples of the whole training as far as the section tells; None where it is so many epochs."""
+    length = script.length
+    return length.steps * script.reference.batch if length.steps is not None else length.samples
+
+
+def steps(script: Script, batch: int, dataset_size: int) -> int:
+    """Return the optimizer steps of the whole training at a global batch, rounded up: no sample is left out."""
+    return math.ceil(samples(script, dataset_size) / batch)
+
+
+def length_words(script: Script) -> str:
+    """Return how long a script trains, in words."""
+    length = script.length
+    if length.epochs is not None:
+        return plural(length.epochs, "epoch")
+    if length.samples is not None:
+        return plural(length.samples, "sample")
+    return f"{plural(length.steps or 0, 'step')} at batch {script.reference.batch}"

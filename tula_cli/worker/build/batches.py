@@ -1,0 +1,443 @@
+"""A batch of any structure: its size, its tokens, its parts, how samples are collated, and how a model is called with it."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_with_path
+
+from tula_cli.errors import SpecError
+from tula_cli.models.ramp.stages import Ramp
+from tula_cli.plugins import load
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.construct import call_with_arguments
+
+# --- Sizes
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The batches of a training, and in how many micro-batches each is computed."""
+
+    ramp: Ramp
+    micro_batches: int  # of a step on one rank, uncut
+    splits: Mapping[int, int]  # of each batch: parts that each of them is computed in
+    largest: int  # that this attempt comes to: less than the training's own where it leaves for more nodes before
+
+    @property
+    def batch(self) -> int:
+        """The training's own batch: that of the last stage."""
+        return self.ramp.stages[-1].batch
+
+    @property
+    def parts(self) -> dict[int, int]:
+        """Of each batch, the micro-batches of a step on one rank, as they are computed."""
+        return {batch: self.micro_batches * splits for batch, splits in self.splits.items()}
+
+
+# --- Structure
+#
+# Samples come first: each tensor of a batch of n samples has n as its first dimension, or stands in a list with one entry a
+# sample. Numbers, texts, None and tensors without a dimension belong to the batch as a whole.
+
+
+def slice_batch(batch: Any, *, samples: int, start: int = 0, stop: int, own: bool = False) -> Any:
+    """Return the samples from `start` to `stop` of a batch, as views.
+
+    Args:
+        batch: a tree.
+        samples: in the whole batch.
+        start: of the first one.
+        stop: behind the last one.
+        own: whether a collate_fn of the user's own has made it: torch's never puts tensors into a list with an entry a sample.
+
+    Raises:
+        SpecError: a tensor has not the samples first, or a list may be of samples or of tensors with all of them.
+    """
+
+    def part(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            return tuple(leaf[start:stop]) if isinstance(leaf, tuple) else leaf[start:stop] if _is_list(leaf) else leaf
+        if len(leaf) != samples:
+            raise _wrong_first_dimension(path, leaf, samples)
+        return leaf[start:stop]
+
+    return tree_map_with_path(part, batch, is_leaf=_sample_list_predicate(batch, samples, own=own))
+
+
+def allocate_batch(batch: Any, *, samples: int, to: int, own: bool = False) -> Any:
+    """Return new, uninitialised tensors for `to` samples, shaped as those of `batch`, which has `samples`.
+
+    Raises:
+        SpecError: a tensor has not the samples first.
+        TypeError: samples stand in a list.
+    """
+
+    def larger(path: Any, leaf: Any) -> Any:
+        if _is_list(leaf):
+            raise TypeError(f"batch{keystr(path)} is a list with an entry a sample, which is not estimated")
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            return leaf
+        if len(leaf) != samples:
+            raise _wrong_first_dimension(path, leaf, samples)
+        return torch.empty((to, *leaf.shape[1:]), dtype=leaf.dtype)
+
+    return tree_map_with_path(larger, batch, is_leaf=_sample_list_predicate(batch, samples, own=own))
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """Return all tensors of a batch."""
+    return [leaf for _, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def describe_tree(tree: Any) -> str:
+    """Return what a tree holds: `{ids: int64 (2, 12), labels: int64 (2)}`."""
+    if isinstance(tree, torch.Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')} {describe_shape(tree)}"
+    if isinstance(tree, Mapping):
+        return "{" + ", ".join(f"{key}: {describe_tree(value)}" for key, value in tree.items()) + "}"
+    if isinstance(tree, tuple) and hasattr(tree, "_asdict"):
+        return describe_tree(tree._asdict())
+    if isinstance(tree, tuple | list):
+        most = 4
+        return f"({', '.join([*map(describe_tree, tree[:most]), *(['...'] if len(tree) > most else [])])})"
+    return type(tree).__name__
+
+
+def describe_shape(tensor: torch.Tensor) -> str:
+    return f"({', '.join(map(str, tensor.shape))})"
+
+
+def _sample_list_predicate(batch: Any, samples: int, *, own: bool) -> Callable[[Any], bool]:
+    """Return what tells a list with an entry a sample from one of tensors that hold all samples.
+
+    The batch itself is never one: of two samples (input, target) would be.
+    """
+
+    def tell(node: Any) -> bool:
+        if node is batch or not _is_list(node) or hasattr(node, "_asdict") or len(node) != samples:
+            return False
+        inside = [leaf for leaf in tensors_of(node) if leaf.ndim]
+        if not inside:
+            return True
+        if own and samples > 1 and all(len(leaf) == samples for leaf in inside):
+            raise SpecError(
+                f"a batch of {samples} samples has a list of {samples} tensors with {samples} rows: by sample, or all samples"
+                " in each?",
+                "take another batch, or let dataset.collate_fn stack them",
+            )
+        return own and any(len(leaf) != samples for leaf in inside)
+
+    return tell
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, tuple | list)
+
+
+def _wrong_first_dimension(path: Any, leaf: torch.Tensor, samples: int) -> SpecError:
+    return SpecError(
+        f"batch{keystr(path)} is {describe_tree(leaf)}, where {samples} samples make the batch: a tensor has them first,"
+        f" ({samples}, ...)",
+        "let dataset.collate_fn put the samples first, or give a list with an entry a sample",
+    )
+
+
+# --- Tokens
+
+TOKENS = ("input_ids", "ids", "tokens")
+"""Keys of a batch that hold the numbers of words."""
+MASKS = ("attention_mask", "mask")
+"""Keys of a batch that tell which places hold a word."""
+LABELS = ("labels", "targets", "target")
+"""Keys of a batch that tell the same where there is no mask: by what the loss leaves out."""
+IGNORED = -100
+"""The label that torch's cross entropy leaves out."""
+
+
+def named_entries(tree: Any) -> Mapping[str, Any] | None:
+    """Return the entries of a dictionary or a named tuple by name; None where there are no names."""
+    if isinstance(tree, Mapping):
+        return tree
+    return tree._asdict() if isinstance(tree, tuple) and hasattr(tree, "_asdict") else None
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Return how many places a sample of a batch has, its padding counted; None where a batch is not known to be text."""
+    ids = _token_ids(batch)
+    return None if ids is None else ids.shape[1]
+
+
+@dataclass
+class TokenCounter:
+    """Counts over batches. What is on a GPU is counted there: the host waits for it only when it asks."""
+
+    samples: int = 0
+    places: int = 0  # padding counted
+    real: Any = 0  # a number, or a 0-dim tensor
+
+    def add(self, batch: Any) -> None:
+        """Count a batch; one that is not known to be text is left out."""
+        ids = _token_ids(batch)
+        if ids is None:
+            return
+        mask = _word_mask(batch, ids)
+        self.samples += ids.shape[0]
+        self.places += ids.numel()
+        self.real = self.real + (ids.numel() if mask is None else mask.sum())
+
+    def means_per_sample(self) -> tuple[float, float] | None:
+        """Return the mean length of a sample, with and without padding; None if no text was counted."""
+        return (self.places / self.samples, float(self.real) / self.samples) if self.samples else None
+
+
+def _token_ids(batch: Any) -> torch.Tensor | None:
+    """Return the ids of a batch, (samples, length).
+
+    Known are the names that ids go by, and a pair of ids and targets of one shape.
+    """
+    fields = named_entries(batch)
+    if fields is not None:
+        candidates = [fields[key] for key in TOKENS if key in fields]
+    elif type(batch) in (tuple, list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
+        candidates = [batch[0]] if batch[0].shape == batch[1].shape and not batch[1].is_floating_point() else []
+    else:
+        candidates = []
+    ids = next((leaf for leaf in candidates if isinstance(leaf, torch.Tensor) and leaf.ndim == 2), None)
+    return None if ids is None or ids.is_floating_point() else ids
+
+
+def _word_mask(batch: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return which positions hold a word, bool (samples, length); None if the batch does not tell."""
+    fields = named_entries(batch)
+    fields = {"labels": batch[1]} if fields is None else fields
+    for keys, nothing in ((MASKS, 0), (LABELS, IGNORED)):
+        for key in keys:
+            mask = fields.get(key)
+            if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+                return mask.ne(nothing)
+    return None
+
+
+# --- Collation
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class UserCollate:
+    """The user's own function; a mapping of another kind than dict, as tokenizers return, becomes one."""
+
+    function: Collate
+
+    def __call__(self, items: list[Any]) -> Any:
+        return as_dict(self.function(items))
+
+
+def build_collate(spec: JobSpec) -> Collate | None:
+    """Return what makes a batch of samples; None: torch's own.
+
+    Raises:
+        SpecError: it cannot be imported, or its arguments are wrong.
+    """
+    import_string = spec.dataset.collate_fn
+    if import_string is None:
+        return None
+    name, args = (import_string, None) if isinstance(import_string, str) else next(iter(import_string.items()))
+    target = load(name, {}, kind="collate_fn")
+    if isinstance(target, type):
+        return UserCollate(call_with_arguments(target, args or {}, path=f"dataset.collate_fn.{name}", name=name))
+    return UserCollate(partial(target, **args) if args else target)
+
+
+def collate_items(collate: Collate | None, items: Sequence[Any]) -> Any:
+    """Return a batch of these samples, as a loader makes it."""
+    return (collate or torch.utils.data.default_collate)(list(items))
+
+
+def as_dict(tree: Any) -> Any:
+    """Return a tree in which each mapping that torch does not know is a dict."""
+    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)
+
+
+# --- Calls of model and loss
+
+LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target), or (outputs, batch), -> 0-dim loss
+TARGETS = ("labels", "label", "targets", "target", "y")
+"""Keys of a batch that hold its target, where the model takes them all."""
+
+
+@dataclass(frozen=True)
+class ForwardSignature:
+    """What a model's `forward` takes."""
+
+    names: tuple[str, ...]  # that may be given by name
+    required: tuple[str, ...]  # of these, without a default
+    positional: int  # that may be given in order
+    any_name: bool  # **kwargs
+    any_number: bool  # *args
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "ForwardSignature":
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            names=tuple(p.name for p in named),
+            required=tuple(p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)),
+            positional=len([p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]),
+            any_name=any(p.kind is p.VAR_KEYWORD for p in parameters),
+            any_number=any(p.kind is p.VAR_POSITIONAL for p in parameters),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """Calls a model with a batch, and takes the loss.
+
+    A dictionary is given by the names that `forward` has (all of it to **kwargs); a tuple or list in order but for its last
+    entry, which is the target, unless `forward` needs as many as there are; anything else as it is. A model that names no
+    key of a dictionary takes it whole.
+    """
+
+    takes: ForwardSignature
+    loss: LossFunction
+    whole: bool = False  # the loss takes the batch, not its target alone
+    own: bool = False  # the loss takes what the model returns, whatever that is
+    default: bool = False  # nothing was said of the loss: a model that returns its own is believed
+    names: tuple[str, str] = ("model", "loss")  # for messages
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
+        """Return how this model, as it was built, and this loss are called."""
+        return cls(ForwardSignature.of(model.forward), loss, whole=takes_batch(loss), **how)
+
+    def compute_outputs(self, model: nn.Module, batch: Any) -> Any:
+        """Call the model, or what wraps it.
+
+        Raises:
+            SpecError: the batch lacks what `forward` needs.
+        """
+        if self._is_pair(batch):
+            return model(batch[0])
+        args, named = self.forward_arguments(batch)
+        return model(*args, **named)
+
+    def loss_from_outputs(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of what the model has returned.
+
+        Raises:
+            SpecError: the loss needs a target and there is none, or the model's own loss is not one number.
+        """
+        if self.whole:
+            return self.loss(outputs, batch)
+        if self.default and (model_loss := _loss_in_outputs(outputs)) is not None:
+            if model_loss.ndim:
+                raise SpecError(f"{self.names[0]}: its .loss is {describe_tree(model_loss)}, not one number")
+            return model_loss
+        target = batch[1] if self._is_pair(batch) else self.target_of(batch)
+        if target is None:
+            raise SpecError(
+                f"{self.names[1]} needs a target, and none is left of the batch {describe_tree(batch)} beside what"
+                f" {self.names[0]} takes",
+                "let the model return an object with .loss, or set loss.name to a callable(outputs, batch) of your own",
+            )
+        return self.loss(outputs if self.own else scores_from_outputs(outputs), target)
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return self.loss_from_outputs(self.compute_outputs(model, batch), batch)
+
+    def forward_arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what `forward` is given of a batch, in order and by name."""
+        fields = named_entries(batch)
+        if fields is not None and (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
+            return self._named_arguments(fields, batch)
+        if not isinstance(batch, tuple | list) or not batch:
+            return (batch,), {}
+        nested = isinstance(batch[0], Mapping | tuple | list)
+        inputs = batch if len(self.takes.required) >= len(batch) > 1 and not nested else batch[:-1] or batch
+        if len(inputs) > 1:
+            return tuple(inputs), {}
+        fields = named_entries(inputs[0])
+        if fields is not None:
+            return self._named_arguments(fields, inputs[0])
+        several = isinstance(inputs[0], tuple | list) and (self.takes.any_number or self.takes.positional > 1)
+        return (tuple(inputs[0]) if several else (inputs[0],)), {}
+
+    def target_of(self, batch: Any) -> Any:
+        """Return the target of a batch; None where it has none."""
+        fields = named_entries(batch)
+        if fields is None or not (isinstance(batch, Mapping) or self._names_any_parameter(fields)):
+            return batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+        for key in TARGETS:
+            if key in fields:
+                return fields[key]
+        unused = list(self.unused_entries(batch).values())
+        return unused[0] if len(unused) == 1 else None
+
+    def unused_entries(self, batch: Any) -> dict[str, Any]:
+        """Return the entries of a batch, or of its inputs, that `forward` does not take."""
+        tree = (
+            batch if named_entries(batch) is not None or not isinstance(batch, tuple | list) or not batch else batch[0]
+        )
+        fields = named_entries(tree)
+        if fields is None or self.takes.any_name or not self._names_any_parameter(fields):
+            return {}
+        return {key: value for key, value in fields.items() if key not in self.takes.names}
+
+    def _is_pair(self, batch: Any) -> bool:
+        """Return whether this is the usual (input, target), which needs no further look."""
+        alone = len(self.takes.required) <= 1
+        return alone and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[0], torch.Tensor)
+
+    def _names_any_parameter(self, fields: Mapping[str, Any]) -> bool:
+        return any(key in self.takes.names for key in fields)
+
+    def _named_arguments(self, fields: Mapping[str, Any], whole: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.takes.any_name:
+            return (), dict(fields)
+        if not self._names_any_parameter(fields) and len(self.takes.required) == 1:
+            return (whole,), {}
+        missing = [name for name in self.takes.required if name not in fields]
+        if missing:
+            raise SpecError(
+                f"{self.names[0]} needs {', '.join(missing)}, and the batch has {', '.join(map(str, fields)) or 'nothing'}",
+                "a dictionary is given by name: let its keys be the parameters of forward",
+            )
+        return (), {key: value for key, value in fields.items() if key in self.takes.names}
+
+
+def takes_batch(loss: Callable[..., Any]) -> bool:
+    """Return whether the second parameter of a loss is called `batch`: then it is given all of it."""
+    try:
+        function = loss.forward if isinstance(loss, nn.Module) else loss
+        names = [p.name for p in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):  # it does not tell
+        return False
+    return len(names) > 1 and names[1] == "batch"
+
+
+def scores_from_outputs(outputs: Any) -> Any:
+    """Return a model's scores: its only output, or the one that is called `logits`."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    # A tuple with that name is GoogLeNet's, whose other outputs have a loss too.
+    return logits if isinstance(logits, torch.Tensor) and not isinstance(outputs, tuple) else outputs
+
+
+def is_language_model_output(outputs: Any, targets: Any) -> bool:
+    """Return whether the scores are per position over a vocabulary, and the targets are words per position."""
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or outputs.ndim != 3:
+        return False
+    return targets.shape == outputs.shape[:2] and not targets.is_floating_point()
+
+
+def _loss_in_outputs(outputs: Any) -> torch.Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else None

@@ -1,0 +1,530 @@
+"""Fine-tuning: initial weights, frozen parameters and parameter groups."""
+
+import enum
+import functools
+import io
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tula_cli.errors import SpecError
+from tula_cli.optim.muon import split_parameters
+from tula_cli.optim.sharding import is_sharded
+from tula_cli.plugins import nearest
+from tula_cli.run import files
+from tula_cli.run.files import is_regular
+from tula_cli.spec.sections import Model, Optimizer
+from tula_cli.words import number, plural
+
+# --- Patterns of parameter names
+
+MAX_PATTERN_NAMES_SHOWN = 8
+"""Names of modules that an error lists."""
+
+
+def parameters_matching(model: nn.Module, patterns: Sequence[str], *, path: str) -> dict[str, nn.Parameter]:
+    """Return the parameters that patterns name, by name; of several patterns that a name fits, the last one counts.
+
+    Args:
+        model: whose they are; one that stands in several places has a name for each.
+        patterns: of names, where * stands for any text; one that fits a module names all that is in it. `norms`, `biases`
+            and `embeddings` are those of the whole model. After a ! a pattern takes out what it names.
+        path: where they stand in the spec.
+
+    Raises:
+        SpecError: a pattern names nothing.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    kinds = {kind: set(_parameters_of_kind(model, kind)) for kind in KINDS}
+    for pattern in patterns:
+        plain = pattern.removeprefix("!")
+        if not any(_matches(name, plain, kinds) for name in names):
+            raise _no_match_error(model, pattern, path)
+    return {name: parameter for name, parameter in names.items() if _last_match_includes(name, patterns, kinds)}
+
+
+def is_module_matching(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether patterns name a module, by its own name alone."""
+    return _last_match_includes(name, patterns, {kind: set() for kind in KINDS})
+
+
+KINDS = ("norms", "biases", "embeddings")
+
+
+def _last_match_includes(name: str, patterns: Sequence[str], kinds: dict[str, set[str]]) -> bool:
+    matches = [not pattern.startswith("!") for pattern in patterns if _matches(name, pattern.removeprefix("!"), kinds)]
+    return bool(matches) and matches[-1]
+
+
+def _matches(name: str, pattern: str, kinds: dict[str, set[str]]) -> bool:
+    if pattern in kinds:
+        return name in kinds[pattern]
+    return any(fnmatchcase(name_part, pattern) for name_part in _with_parents(name))
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """Yield a name and those of the modules that it is in."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        yield ".".join(parts[:end])
+
+
+def _parameters_of_kind(model: nn.Module, kind: str) -> Iterator[str]:
+    """Yield the names of the parameters of one of KINDS."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for name, _ in module.named_parameters(recurse=False):
+            is_norm = "norm" in type(module).__name__.lower()  # LayerNorm, and RMSNorm of whatever package
+            is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if {"norms": is_norm, "biases": name.endswith("bias"), "embeddings": is_embedding}[kind]:
+                yield f"{module_name}.{name}" if module_name else name
+
+
+def _no_match_error(model: nn.Module, pattern: str, path: str) -> SpecError:
+    modules = [name for name, _ in model.named_modules() if name]
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    top = [name for name in modules if "." not in name]
+    there_are = (
+        f"its modules are {', '.join(top[:MAX_PATTERN_NAMES_SHOWN])}{' ...' * (len(top) > MAX_PATTERN_NAMES_SHOWN)}"
+    )
+    hint = nearest(pattern.strip("!*.?"), names) or there_are
+    return SpecError(f"{path}: {pattern!r} fits no parameter of {type(model).__name__}", hint)
+
+
+# --- Frozen parameters
+
+PATH = "model.frozen"
+
+
+class FrozenStatistics:
+    """Marks a BatchNorm that stays in evaluation: it normalises by its running statistics, which do not change.
+
+    With statistics of the batch a frozen layer would pass on other values than those that its weights were trained with,
+    and change them from batch to batch.
+    """
+
+    def train(self, mode: bool = True) -> Any:  # noqa: ARG002
+        """Stay in evaluation, whatever the model around it does."""
+        parent: Any = super()
+        return parent.train(False)
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Leave the parameters that patterns name, and the statistics of BatchNorm layers all of whose are, as they are.
+
+    Args:
+        model: changed in place, before anything wraps it.
+        patterns: of names (`patterns.chosen`).
+
+    Raises:
+        SpecError: a pattern names nothing, or nothing is left to train.
+    """
+    if not patterns:
+        return
+    for parameter in parameters_matching(model, patterns, path=PATH).values():
+        parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SpecError(f"{PATH}: {', '.join(patterns)} leaves nothing to train", 'a pattern after ! stays: "!head"')
+    for name, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        still = not any(p.requires_grad for p in parameters) if parameters else is_module_matching(name, patterns)
+        if isinstance(module, _BatchNorm) and still:
+            kind: Any = type(module)
+            module.__class__ = _frozen_class(kind)
+            module.train(False)
+
+
+@functools.cache
+def _frozen_class(kind: Any) -> Any:
+    return type(f"Frozen{kind.__name__}", (FrozenStatistics, kind), {})
+
+
+def describe_frozen(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Describe what is frozen; empty if nothing is."""
+    if not patterns:
+        return ""
+    sizes = [(p.requires_grad, p.numel()) for p in model.parameters()]
+    trained, still = (sum(size for trains, size in sizes if trains is wanted) for wanted in (True, False))
+    norms = sum(isinstance(module, FrozenStatistics) for module in model.modules())
+    statistics = f"; the statistics of {norms} BatchNorm layers stay" * bool(norms)
+    return f"frozen: {still} of {still + trained} parameters ({', '.join(patterns)}){statistics}"
+
+
+# --- Parameter groups
+
+Parameters = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
+"""What an optimizer is built of: parameters, or groups of them."""
+
+
+def parameter_groups(section: Optimizer, model: nn.Module) -> Parameters:
+    """Return what of a model is trained: its parameters, or as groups where the section has some.
+
+    What no group names comes first, with the section's own values. Muon's and AdamW's are different groups.
+
+    Raises:
+        SpecError: a pattern names nothing, or a group is left without a parameter.
+    """
+    groups = _build_groups(section, model)
+    return split_parameters(groups, model) if section.name == "Muon" else groups
+
+
+def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not section.groups:
+        return trained
+    group_index = dict.fromkeys(trained, -1)
+    for index, group in enumerate(section.groups):
+        for parameter in parameters_matching(model, group.parameters, path=_path(index)).values():
+            if parameter in group_index:
+                group_index[parameter] = index
+    members = {index: [p for p in trained if group_index[p] == index] for index in range(-1, len(section.groups))}
+    for index, group in enumerate(section.groups):
+        if not members[index]:
+            names = ", ".join(group.parameters)
+            raise SpecError(
+                f"{_path(index)}: {names} leaves nothing to the group", "all is frozen, or in a later group"
+            )
+    ungrouped = [{"params": members[-1]}] if members[-1] else []
+    return [*ungrouped, *(_group(section, index, members[index]) for index in range(len(section.groups)))]
+
+
+def _group(section: Optimizer, index: int, parameters: list[nn.Parameter]) -> dict[str, Any]:
+    group = section.groups[index]
+    decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+    return {"params": parameters, "lr": section.lr * group.lr_factor, **decay}
+
+
+def _path(index: int) -> str:
+    return f"optimizer.groups[{index}].parameters"
+
+
+def flatten_groups(parameters: Parameters) -> list[nn.Parameter]:
+    """Return the parameters of whatever groups."""
+    entries = (entry["params"] if isinstance(entry, dict) else [entry] for entry in parameters)
+    return [parameter for entry in entries for parameter in entry]
+
+
+def describe_groups(section: Optimizer, model: nn.Module) -> tuple[str, ...]:
+    """Return one line per group."""
+    groups = [group for group in _build_groups(section, model) if isinstance(group, dict)]
+    lines = []
+    for settings, group in zip(section.groups, groups[len(groups) - len(section.groups) :], strict=True):
+        decay = section.weight_decay if settings.weight_decay is None else settings.weight_decay
+        lines.append(
+            f"group {', '.join(settings.parameters)}: {plural(len(group['params']), 'tensor')}, lr {number(group['lr'])},"
+            f" weight decay {number(decay)}"
+        )
+    return tuple(lines)
+
+
+# --- Reading of sharded weights
+
+SAFE_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+"""What metadata names beside its own records and torch's types of numbers."""
+
+
+class SafeShardReader(FileSystemReader):
+    """A reader that makes nothing but records of metadata."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
+        """Return a folder's metadata.
+
+        Raises:
+            pickle.UnpicklingError: there is something else in it, or it is damaged.
+        """
+        content = files.read_content(Path(self.path, ".metadata"))
+        try:
+            records = _MetadataUnpickler(io.BytesIO(content)).load()
+        except (LookupError, EOFError, AttributeError, TypeError, ValueError) as error:
+            raise pickle.UnpicklingError(f"the metadata is damaged: {error}") from None
+        if not isinstance(records, metadata.Metadata):
+            raise pickle.UnpicklingError("the metadata is something else")
+        if records.storage_meta is None:
+            records.storage_meta = metadata.StorageMeta()
+        records.storage_meta.load_id = self.load_id
+        return records
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # by which Python 3.11.2 and others write a member of an enumeration
+            return _allow_member
+        is_metadata_class = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
+        number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_metadata_class and not number and (module, name) not in SAFE_CLASSES:
+            raise pickle.UnpicklingError(f"the metadata names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _allow_member(kind: Any, name: str) -> Any:
+    if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
+        raise pickle.UnpicklingError(f"the metadata asks for {name} of {kind!r}")
+    return kind[name]
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """A planner that takes plain values, of an optimizer's groups, where torch's own takes any object."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Take a value that is no tensor.
+
+        Raises:
+            pickle.UnpicklingError: it is more than a plain one.
+        """
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+# --- Initial weights
+
+STATE_KEYS = ("model", "state_dict", "model_state_dict")
+"""Keys under which training scripts, and tula, save a model's state beside other things."""
+PREFIXES = ("module.", "_orig_mod.", "model.")
+"""What DDP, torch.compile and Lightning put before each name."""
+KEY = "model.weights"
+_OTHER_OBJECTS = re.compile(r"Unsupported (?:global|class)[: ]+(?:GLOBAL )?([\w.]+)")
+"""How torch's unpickler tells of an object that is no tensor."""
+MAX_NAMES_SHOWN = 6
+"""Names that are told of many."""
+
+
+@dataclass(frozen=True)
+class WeightFit:
+    """How a file's tensors and a model's fit each other, by name and shape."""
+
+    common: Mapping[str, Any]  # of the file, by the model's names
+    missing: tuple[str, ...]  # of the model, not in the file
+    unexpected: tuple[str, ...]  # of the file, not in the model
+    other_shape: tuple[str, ...]  # with both shapes
+
+    @property
+    def mismatch_text(self) -> str:
+        """A description of what does not fit; empty if everything does."""
+        mismatches = {
+            "missing": self.missing,
+            "not in the model": self.unexpected,
+            "of another shape": self.other_shape,
+        }
+        return "; ".join(f"{kind}: {_list_names(names)}" for kind, names in mismatches.items() if names)
+
+
+def read_weights(path: str, *, key: str = KEY) -> dict[str, Any]:
+    """Return the state that a file holds: .safetensors, or what torch.save wrote of a state_dict or a checkpoint.
+
+    A folder is a checkpoint of shares (`train.parallel: fsdp`).
+
+    Code in the file does not run (weights_only).
+
+    Args:
+        path: of the file.
+        key: which setting, or option, names it.
+
+    Raises:
+        SpecError: it cannot be read, or holds something else.
+    """
+    try:
+        content = _read(path)
+    except FileNotFoundError:
+        raise SpecError(f"{key}: there is no file {path}", f"it is looked for in {Path.cwd()}") from None
+    except SpecError as error:
+        raise SpecError(f"{key}: {error.message}", error.hint) from None
+    except OSError as error:
+        raise SpecError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # noqa: BLE001 - the unpickler, and the archive, trip over what is damaged in ways of their own
+        raise _unreadable_file(path, key, error) from None
+    for key_name in STATE_KEYS:
+        if isinstance(content, Mapping) and isinstance(content.get(key_name), Mapping):
+            content = content[key_name]
+    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
+        raise SpecError(f"{key}: {path} holds no tensors by name", "save model.state_dict()")
+    return dict(content)
+
+
+def _unreadable_file(path: str, key: str, error: Exception) -> SpecError:
+    """Tell a file of other objects, which torch names, from one that is damaged or no such file."""
+    if Path(path).is_dir():
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return SpecError(f"{key}: {path} is no checkpoint of shares, or a damaged one: {why}")
+    size = f"{Path(path).stat().st_size} bytes"
+    if match := _OTHER_OBJECTS.search(str(error)):
+        return SpecError(
+            f"{key}: {path} holds more than tensors: {match[1]}",
+            "save model.state_dict() alone, or convert the file to safetensors",
+        )
+    kind = "a file of safetensors" if path.endswith(".safetensors") else "a file of torch.save"
+    return SpecError(
+        f"{key}: {path} ({size}) is damaged, or not {kind}",
+        "was it copied, or downloaded, to its end? save it once more",
+    )
+
+
+def _read(path: str) -> Any:
+    if Path(path).is_dir():
+        return _read_sharded(path)
+    if not is_regular(path):
+        raise SpecError(f"{path} is no regular file")
+    return _read_safetensors(path) if path.endswith(".safetensors") else _read_torch_file(path)
+
+
+def _read_sharded(path: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = SafeShardReader(path)
+    model: dict[str, Any] = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    state_dict_loader.load({"model": model}, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+    return model
+
+
+def _read_torch_file(path: str) -> Any:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if (bad := archive.testzip()) is not None:  # torch does not compare its check sums
+                raise zipfile.BadZipFile(bad)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_safetensors(path: str) -> Any:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise SpecError(
+            f"{path} needs the package safetensors, which is not installed",
+            "pip install 'tula-cli[safetensors]'",
+        ) from None
+    return load_file(path)
+
+
+def check_fit(section: Model, model: nn.Module, *, key: str = KEY) -> WeightFit:
+    """Return how the file fits the model, which may be on fake tensors; `key` names the file.
+
+    Raises:
+        SpecError: it cannot be read, does not fit with `strict`, or no tensor of it does.
+    """
+    assert section.weights is not None
+    model_state = model.state_dict()
+    state = _strip_wrapper_prefixes(read_weights(section.weights, key=key), model_state)
+    common = {
+        name: value
+        for name, value in state.items()
+        if name in model_state and _shape_of(value) == _shape_of(model_state[name])
+    }
+    fit = WeightFit(
+        common,
+        # BatchNorm's counter came later than many a file; nothing reads it where momentum is a number.
+        missing=tuple(name for name in model_state if name not in state and not name.endswith("num_batches_tracked")),
+        unexpected=tuple(name for name in state if name not in model_state),
+        other_shape=tuple(
+            f"{name} {_shape_of(value)} for {_shape_of(model_state[name])}"
+            for name, value in state.items()
+            if name in model_state and name not in common
+        ),
+    )
+    whose = f"{key}: {section.weights} does not fit model {section.name}: {fit.mismatch_text}"
+    if not common:
+        raise SpecError(whose, "no tensor of it has the name and shape of one of the model's")
+    if fit.mismatch_text and section.strict:
+        raise SpecError(
+            whose, "" if key != KEY else "model.strict: false takes what fits and leaves the rest as it is initialised"
+        )
+    return fit
+
+
+def load_weights(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> str:
+    """Put the file's weights into a model, the same on all ranks, which all take part; rank 0 alone reads it.
+
+    Args:
+        section: names the file.
+        model: on its device.
+        first: whether this is rank 0.
+        key: which setting, or option, names it.
+
+    Returns:
+        What did not fit, on rank 0; empty where all did, or there is no file.
+    """
+    if section.weights is None:
+        return ""
+    if is_sharded(model):
+        return _load_sharded(section, model, first=first, key=key)
+    mismatch = ""
+    if first:
+        fit = check_fit(section, model, key=key)
+        model.load_state_dict(dict(fit.common), strict=False)
+        mismatch = fit.mismatch_text
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+    return mismatch
+
+
+def _load_sharded(section: Model, model: nn.Module, *, first: bool, key: str) -> str:
+    """Put the file's weights into a model in shares, one tensor at a time."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    fit = check_fit(section, model, key=key) if first else None
+    names: list[Any] = [None if fit is None else list(fit.common)]
+    dist.broadcast_object_list(names, src=0)
+    model_state = model.state_dict()
+    for name in names[0]:
+        target = model_state[name].detach()
+        full_tensor = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        if fit is not None:
+            full_tensor.copy_(fit.common[name])
+        if isinstance(target, DTensor):
+            target.copy_(distribute_tensor(full_tensor, target.device_mesh, target.placements))  # rank 0's values
+        else:
+            dist.broadcast(full_tensor, src=0)
+            target.copy_(full_tensor)
+    return "" if fit is None else fit.mismatch_text
+
+
+def describe_weights(section: Model, fit: WeightFit) -> str:
+    """Describe what is taken from a file."""
+    return f"weights: {len(fit.common)} tensors of {section.weights}" + f"; {fit.mismatch_text}" * bool(
+        fit.mismatch_text
+    )
+
+
+def _strip_wrapper_prefixes(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without what wrappers have put before every name."""
+    stripped = dict(state)
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in stripped) and not any(
+            name.startswith(prefix) for name in model_state
+        ):
+            stripped = {name.removeprefix(prefix): value for name, value in stripped.items()}
+    return stripped
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _list_names(names: tuple[str, ...]) -> str:
+    hidden = len(names) - MAX_NAMES_SHOWN
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")

@@ -1,0 +1,344 @@
+"""Language models: datasets of text, and models made from a configuration."""
+
+import hashlib
+import importlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from torch import nn
+
+from tula_cli.errors import SpecError
+from tula_cli.plugins import nearest
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.construct import call_with_arguments, refused_arguments
+
+# --- Datasets of text
+#
+# Two datasets: `python_source`, blocks of text for language models, and `python_packages`, fragments whose class is the package
+# they come from. Both hold out whole files. Which text there is follows from the version of Python alone.
+
+EXCLUDED_FOLDERS = (
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "pydoc_data",
+)
+"""Folders that are not part of the library, that not every installation has, or that are tables rather than programs."""
+MAX_FILE_BYTES = 65536
+"""Bytes: one long module is not to be half of a set."""
+VOCABULARY = 256
+PADDING = 0
+"""A byte that source text has not."""
+
+Text = np.ndarray[Any, Any]
+
+
+class Blocks(torch.utils.data.Dataset[Any]):
+    """Text in blocks of equal length, each {input_ids, labels}: int64 (length), the same; the model shifts them by one."""
+
+    def __init__(self, text: Text, length: int) -> None:
+        count = len(text) // length
+        self.blocks = text[: count * length].reshape(count, length)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.from_numpy(self.blocks[index].astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+class Fragments(torch.utils.data.Dataset[Any]):
+    """Lines of text up to a length, each {input_ids: int64 (bytes), labels: the number of its package}."""
+
+    def __init__(self, fragments: Sequence[bytes], labels: Sequence[int]) -> None:
+        self.fragments, self.labels = fragments, labels
+
+    def __len__(self) -> int:
+        return len(self.fragments)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = np.frombuffer(self.fragments[index], dtype=np.uint8).astype(np.int64)
+        return {"input_ids": torch.from_numpy(ids), "labels": self.labels[index]}
+
+
+def collate_padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return a batch as long as its longest fragment: {input_ids, attention_mask: int64 (N, length), labels: int64 (N)}."""
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [item["input_ids"] for item in items], batch_first=True, padding_value=PADDING
+    )
+    labels = torch.tensor([item["labels"] for item in items])
+    return {"input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels}
+
+
+def build_block_datasets(spec: JobSpec, *_: Any) -> tuple[Blocks, Blocks, None]:
+    """Return `python_source`: training and held-out blocks of `length` bytes of some `size` bytes of source."""
+
+    def settings(length: int = 128, size: int = 1_000_000) -> tuple[int, int]:
+        return length, size
+
+    _refuse_transforms(spec)
+    length, size = _require_positive(
+        call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_source")
+    )
+    held_out, train_files = _hold_out_files(_take_bytes(_source_files(), size), spec.dataset.eval_fraction)
+    datasets = Blocks(_join_bytes(train_files), length), Blocks(_join_bytes(held_out), length)
+    if not all(map(len, datasets)):
+        raise SpecError(
+            f"dataset.args: {size} bytes make no block of length {length} to train on and one to evaluate on",
+            "set a larger size or a smaller length",
+        )
+    return *datasets, None
+
+
+def build_fragment_datasets(spec: JobSpec, *_: Any) -> tuple[Fragments, Fragments, int]:
+    """Return `python_packages`: fragments of at most `length` bytes of the `classes` packages with most text."""
+
+    def settings(length: int = 128, classes: int = 8, size: int = 100_000) -> tuple[int, ...]:
+        return length, classes, size
+
+    _refuse_transforms(spec)
+    length, classes, size = _require_positive(
+        call_with_arguments(settings, spec.dataset.args, path="dataset.args", name="python_packages")
+    )
+    packages: dict[str, list[tuple[str, bytes]]] = {}
+    for name, text in _source_files():
+        if "/" in name:
+            packages.setdefault(name.partition("/")[0], []).append((name, text))
+    several = {name: files for name, files in packages.items() if len(files) > 1}  # one file to train, one held out
+    largest = sorted(several, key=lambda name: (-sum(len(text) for _, text in several[name]), name))[:classes]
+    if len(largest) < classes or classes < 2:
+        raise SpecError(f"dataset.args.classes: 2 to {len(several)} packages have several files, got {classes}")
+    splits: tuple[tuple[list[bytes], list[int]], ...] = (([], []), ([], []))
+    for label, name in enumerate(sorted(largest)):
+        for (texts, labels), files in zip(
+            splits, _hold_out_files(_take_bytes(several[name], size), spec.dataset.eval_fraction), strict=True
+        ):
+            new = [fragment for text in files for fragment in _split_lines(text, length)]
+            texts += new
+            labels += [label] * len(new)
+    held_out, train = (Fragments(texts, labels) for texts, labels in splits)
+    return train, held_out, classes
+
+
+DATASETS: dict[str, Callable[[JobSpec, Any, Any], tuple[Any, Any, int | None]]] = {
+    "python_source": build_block_datasets,
+    "python_packages": build_fragment_datasets,
+}
+COLLATES: dict[str, Callable[[list[Any]], Any]] = {"python_packages": collate_padded}
+"""What makes batches of samples that torch's own function would not stack."""
+
+
+def _refuse_transforms(spec: JobSpec) -> None:
+    for key, transforms in (("train", spec.transforms.train), ("eval", spec.transforms.eval)):
+        if transforms not in ([], ["ToTensor"]):
+            raise SpecError(f"transforms.{key}: dataset {spec.dataset.name} is text, which takes no transform")
+
+
+def _require_positive(values: Any) -> Any:
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+            raise SpecError(f"dataset.args: length, size and classes are integers from 2 on, got {value!r}")
+    return values
+
+
+def _source_files() -> list[tuple[str, bytes]]:
+    """Return name and text of each file of the library, in an order of no meaning that is the same everywhere."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    included = [name for name in names if not set(name.split("/")[:-1]) & set(EXCLUDED_FOLDERS)]
+    if not included:
+        raise SpecError(
+            f"there is no source text of Python's standard library in {root}",
+            "run the jobs in a Python that has it, or take a dataset of your own",
+        )
+    included.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    texts = ((name, (root / name).read_bytes()[:MAX_FILE_BYTES]) for name in included)
+    return [(name, text.replace(b"\0", b" ")) for name, text in texts if text.strip()]
+
+
+def _take_bytes(files: Sequence[tuple[str, bytes]], size: int) -> list[bytes]:
+    """Return the first files, until they hold so many bytes; of each a fifth of that at most, so that there are several."""
+    chunks: list[bytes] = []
+    remaining = size
+    for _, text in files:
+        if remaining > 0:
+            chunks.append(text[: min(remaining, max(1, size // 5))])
+            remaining -= len(chunks[-1])
+    return chunks
+
+
+def _hold_out_files(files: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+    """Return the files to hold out, about such a share of the bytes and at least one, and the others, at least one."""
+    wanted_bytes, held_out_bytes, count = fraction * sum(map(len, files)), 0, 0
+    while count < len(files) - 1 and (not count or held_out_bytes + len(files[count]) / 2 <= wanted_bytes):
+        held_out_bytes += len(files[count])
+        count += 1
+    return list(files[:count]), list(files[count:])
+
+
+def _join_bytes(files: Sequence[bytes]) -> Text:
+    return np.frombuffer(b"".join(files), dtype=np.uint8)
+
+
+def _split_lines(text: bytes, length: int) -> list[bytes]:
+    """Cut text where lines end into parts of at most so many bytes; a line that is longer is cut, blank parts are left out."""
+    fragments, current = [], b""
+    for line in text.splitlines(keepends=True):
+        if current and len(current) + len(line) > length:
+            fragments.append(current)
+            current = b""
+        current += line
+        while len(current) > length:
+            fragments.append(current[:length])
+            current = current[length:]
+    return [fragment for fragment in (*fragments, current) if fragment.strip()]
+
+
+# --- Models from a configuration
+
+PREFIX = "transformers:"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
+_SETTINGS_OF_TULA = ("attn_implementation",)
+"""Taken by every configuration, and no attribute of any."""
+
+
+@contextmanager
+def one_sequence_a_sample() -> Iterator[None]:
+    """Have transformers take it that each sample is one sequence, where tensors have no values to read that from.
+
+    It otherwise makes ready for several that are packed into one, with a mask of length x length that no training holds.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    find = getattr(masking, name, None)
+    if masking is None or find is None:  # older versions look for none
+        yield
+        return
+    setattr(masking, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, find)
+
+
+def is_transformers_name(name: str) -> bool:
+    """Return whether a model's name is one of these."""
+    return name.startswith(PREFIX)
+
+
+class FromConfig:
+    """Builds one class of transformers from the settings of its configuration.
+
+    An Auto class needs `model_type` (gpt2, llama, bert ...), which says whose configuration it is; any other class knows its
+    own. What is not given is that configuration's default, but for two: there is no cache of keys and values, which training
+    would fill for nothing, and special tokens that lie beyond `vocab_size` are none.
+
+    Args:
+        name: `transformers:CLASS`.
+
+    Raises:
+        SpecError: transformers is not installed, or has no such class of models.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.package = _import_transformers(name)
+        attribute = name.removeprefix(PREFIX)
+        self.target: Any = getattr(self.package, attribute, None)
+        if not isinstance(self.target, type) or not (self._is_auto_class or hasattr(self.target, "config_class")):
+            auto_classes = [n for n in dir(self.package) if n.startswith("AutoModel")]
+            raise SpecError(
+                f"model {name!r}: transformers has no class of models {attribute!r}",
+                nearest(attribute, auto_classes)
+                or "for example transformers:AutoModelForCausalLM with args {model_type: gpt2}",
+            )
+
+    @property
+    def _is_auto_class(self) -> bool:
+        return hasattr(self.target, "from_config")
+
+    def __call__(self, num_classes: int | None = None, model_type: str | None = None, **settings: Any) -> nn.Module:
+        """Return the model, initialised from torch's current random state.
+
+        Args:
+            num_classes: of the dataset: `num_labels` of a class for classification.
+            model_type: of an Auto class.
+            settings: of the configuration.
+
+        Raises:
+            SpecError: a setting is unknown or refused.
+        """
+        kind = self._config_class(model_type)
+        default = kind()
+        self._check_known(settings, default)
+        if num_classes is not None and "Classification" in self.name:
+            settings.setdefault("num_labels", num_classes)
+        if hasattr(default, "use_cache"):
+            settings.setdefault("use_cache", False)
+        vocabulary = settings.get("vocab_size")
+        for key in _SPECIAL_TOKENS:
+            token = getattr(default, key, None)
+            if isinstance(vocabulary, int) and isinstance(token, int) and token >= vocabulary:
+                settings.setdefault(key, None)
+        try:
+            config = kind(**settings)
+            model = self.target.from_config(config) if self._is_auto_class else self.target(config)
+        # Each model checks its sizes in its own way, and newer versions of transformers have errors of their own for it.
+        except Exception as error:
+            raise refused_arguments(error, settings, path="model.args", name=self.name) from error
+        assert isinstance(model, nn.Module)
+        return model
+
+    def _config_class(self, model_type: str | None) -> Any:
+        if not self._is_auto_class:
+            if model_type is not None:
+                raise SpecError(f"model.args.model_type: {self.name} is of one type", "leave model_type out")
+            return self.target.config_class
+        configurations = self.package.CONFIG_MAPPING
+        if model_type is None:
+            raise SpecError(
+                f"model.args: {self.name} needs model_type, which says what kind of transformer to build",
+                "for example model_type: gpt2 (llama, bert, distilbert ...), with the settings of its configuration beside it",
+            )
+        if model_type not in configurations:
+            raise SpecError(
+                f"model.args.model_type: transformers has no {model_type!r}",
+                nearest(model_type, list(configurations.keys())),
+            )
+        return configurations[model_type]
+
+    def _check_known(self, settings: dict[str, Any], default: Any) -> None:
+        """Refuse what the configuration would keep and nothing would read."""
+        known_keys = [
+            key for key in {*vars(default), *default.to_dict(), *default.attribute_map} if not key.startswith("_")
+        ]
+        for key in settings:
+            if key not in (*known_keys, *_SETTINGS_OF_TULA) and not hasattr(default, key):
+                raise SpecError(
+                    f"model.args.{key}: the configuration {type(default).__name__} of {self.name} has no such setting",
+                    nearest(key, known_keys),
+                )
+
+
+def _import_transformers(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise SpecError(
+            f"model {name} needs the package transformers, which is not installed",
+            "pip install 'tula-cli[transformers]'",
+        ) from None

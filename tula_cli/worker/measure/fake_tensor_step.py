@@ -1,0 +1,515 @@
+"""A step without a GPU and without computing: what is held at which moment."""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tula_cli.models.memory.allocator import Usage, peak_without_allocator, replay_allocations
+from tula_cli.optim.gradient_stats import chunk_indices
+from tula_cli.plugins import is_import_string
+from tula_cli.run.records.base import Components
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build import zoo
+from tula_cli.worker.build.batches import Collate, ModelCall, allocate_batch, collate_items, named_entries
+from tula_cli.worker.build.finetune import parameter_groups
+from tula_cli.worker.build.recompute import apply_activation_checkpointing
+from tula_cli.worker.build.text import one_sequence_a_sample
+from tula_cli.worker.device import tensor_bytes
+from tula_cli.worker.measure.meter import split_memory
+from tula_cli.worker.methods.plain import Memory
+from tula_cli.worker.methods.scaling import excluded_parameters
+from tula_cli.worker.methods.table import method_of
+
+# --- Storages
+
+
+class LiveStorages(TorchDispatchMode):
+    """Records when tensor storages come to be and die while it is active; counts the bytes that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0  # bytes
+        self.peak = 0  # bytes
+        self.events: list[int] = []  # n + 1: number n comes to be; -(n + 1): it dies
+        self.sizes: list[int] = []  # bytes of each number
+        self._held: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.hold(tree_leaves(result))
+        return result
+
+    def hold(self, values: Iterable[Any]) -> None:
+        """Count the storages of the tensors among the values until they die."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._track(value.untyped_storage())
+        self.peak = max(self.peak, self.live)
+
+    def restart(self) -> None:
+        """Begin a new peak at what is alive."""
+        self.peak = self.live
+
+    def alive(self) -> list[int]:
+        """Return the numbers that are alive, ascending."""
+        return sorted(number for _, number in self._held.values())
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._held:
+            return
+        number, size = len(self.sizes), storage.nbytes()
+        # The Python object lives as long as the storage does, also where only autograd in C++ holds it.
+        self._held[key] = weakref.ref(storage, lambda _: self._release(key)), number
+        self.sizes.append(size)
+        self.events.append(number + 1)
+        self.live += size
+
+    def _release(self, key: int) -> None:
+        _, number = self._held.pop(key)
+        self.events.append(-number - 1)
+        self.live -= self.sizes[number]
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Runs operations on the CPU's fake tensors in the way that costs the memory they cost on a GPU.
+
+    torch has no backward pass on fake CUDA tensors where there is no CUDA. What differs: CUDA's dropout keeps a mask of
+    one byte an element, and its autocast runs these functions in float32.
+    """
+
+    IN_FLOAT32 = frozenset({
+        "layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "kl_div",
+        "binary_cross_entropy_with_logits", "smooth_l1_loss", "cosine_similarity", "normalize", "softplus", "norm", "cdist",
+        "pow", "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "reciprocal", "rsqrt", "exp", "expm1", "log", "log2",
+        "log10", "log1p", "acos", "asin", "cosh", "sinh", "tan", "erfinv",
+    })  # fmt: skip
+    """By their names in torch and torch.nn.functional, as torch's manual has them under autocasting on CUDA."""
+    SUMMED_IN_FLOAT32 = frozenset({"sum", "prod", "cumsum", "cumprod"})
+    """They read narrow numbers and write wide ones."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout and (drop := _fused_dropout(*args, **kwargs)) is not None:
+            return drop
+        name = getattr(func, "__name__", "")
+        if name in self.IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(torch.Tensor, _to_float32, (args, kwargs))
+        if name in self.SUMMED_IN_FLOAT32 and torch.is_autocast_enabled("cpu") and _is_narrow(args[0]):
+            kwargs = {"dtype": torch.float32, **kwargs}
+        return func(*args, **kwargs)
+
+
+def _fused_dropout(
+    values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor | None:
+    """Return what CUDA's kernel does; None where it would not run."""
+    if inplace or not training or not 0 < p < 1:
+        return None
+    return torch.native_dropout(values, p, True)[0]
+
+
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if _is_narrow(tensor) else tensor
+
+
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+# --- Buffers
+
+MIB = 2**20
+FIRST_BUCKET, BUCKET = MIB, 25 * MIB
+"""Where DDP closes a bucket, by default; the first one is small so that reducing starts early."""
+
+CUDA_CONTEXT = 450 * MIB
+"""The driver's context and the kernels that are loaded as they are used (CUDA_MODULE_LOADING=LAZY, the default since
+CUDA 12.2): 300 to 550 MiB by driver and architecture."""
+CUBLAS_WORKSPACES = 2 * 32 * MIB
+"""One a thread that calls cuBLAS, forward and backward: 32 MiB on Hopper, 8.1 MiB before (CUBLAS_WORKSPACE_CONFIG)."""
+CUDNN_WORKSPACE = 128 * MIB
+"""What cuDNN's chosen algorithms take at a time; from nothing to some hundred MiB by layer and batch."""
+NCCL_CONNECTION = 10 * MIB
+"""Buffers of one channel to one peer: 4 MiB (NCCL_BUFFSIZE), 4.7 MiB for LL128 and 0.5 MiB for LL, in pieces of 2 MiB."""
+NCCL_CHANNELS = {"one GPU a node": 2, "several": 24}
+"""Over Ethernet or one InfiniBand card, and over the NVLink of an A100."""
+NCCL_PEERS = 3  # a ring's and a tree's connections, on average
+
+
+def ddp_buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """Return each parameter's gradient as a view of its DDP bucket.
+
+    tula wraps with `gradient_as_bucket_view`: the buckets are the only copy of the gradients. (Without it there would be
+    a second one.) DDP fills them from the last parameter on and closes one when it has reached its size.
+    """
+    views: dict[nn.Parameter, torch.Tensor] = {}
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        alike = [p for p in reversed(parameters) if p.dtype == dtype]
+        for members in _group_into_buckets(alike):
+            flat = torch.empty(sum(p.numel() for p in members), dtype=dtype)
+            views.update(zip(members, split_flat(flat, members), strict=True))
+    return views
+
+
+def split_flat(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a flat tensor's pieces in the shapes of its members (`split` and `view` are slow on fake tensors)."""
+    offset = 0
+    for member in members:
+        yield flat.as_strided(member.shape, member.stride(), offset)
+        offset += member.numel()
+
+
+def _group_into_buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters bucket by bucket."""
+    bucket: list[nn.Parameter] = []
+    limit = FIRST_BUCKET
+    for parameter in parameters:
+        bucket.append(parameter)
+        if tensor_bytes(bucket) >= limit:
+            yield bucket
+            bucket, limit = [], BUCKET
+    if bucket:
+        yield bucket
+
+
+def estimate_library_bytes(spec: JobSpec) -> int:
+    """Return what libraries hold of a GPU beside the tensors, by rule of thumb: probes measure it. Bytes.
+
+    The CUDA context, the workspaces of cuBLAS and cuDNN, and NCCL's buffers: a connection's, times channels and peers.
+    """
+    nodes, gpus = max(spec.search.nodes), spec.cluster.gpus_per_node
+    channels = 0 if nodes * gpus == 1 else NCCL_CHANNELS["several" if gpus > 1 else "one GPU a node"]
+    return CUDA_CONTEXT + CUBLAS_WORKSPACES + CUDNN_WORKSPACE + channels * NCCL_PEERS * NCCL_CONNECTION
+
+
+# --- The step
+
+REFERENCE_SAMPLES = 2**16 + 1
+"""The rehearsed micro-batch: a prime that no size of a layer is likely to be a multiple of."""
+COPIES = 5
+"""Of a sample in a batch: as many as nothing else is in it, to tell which tensors grow with the samples."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+ALLOCATOR_MARGINS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
+"""Multiples of the memory in use that are tried as all there is."""
+MARGIN_MICRO_BATCHES = (32, 256)  # micro-batches
+HEAP_MARGIN = 1.5
+"""The same for a process on the CPU, whose heap and workspaces take more than the tensors: with the margin of 10 % it covers all of
+14 networks, whose peaks were 1.1 to 1.65 times the memory in use."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The storages of one optimizer step; the first `held` numbers are alive when it begins."""
+
+    early: (
+        int  # the first so many are parameters, buffers and gradients; the others of the held come with the first step
+    )
+    held: int
+    events: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes at the rehearsed micro-batch
+    small: range  # numbers that come to be on AGS's small batch
+
+    def sizes_at(self, micro_batch: int, *, small_batch: int) -> list[float]:
+        """Return the bytes of each number at another micro-batch."""
+        sizes = [
+            _scale_size(size, micro_batch) if number >= self.held else float(size)
+            for number, size in enumerate(self.sizes)
+        ]
+        for number in self.small:
+            sizes[number] = _scale_size(self.sizes[number], min(small_batch, micro_batch))
+        return sizes
+
+
+def _scale_size(size: int, samples: int) -> float:
+    """Return a size at a number of samples: one that the rehearsed number divides grows with it, by its every power."""
+    power, quotient = 0, size
+    while quotient and quotient % REFERENCE_SAMPLES == 0:
+        power, quotient = power + 1, quotient // REFERENCE_SAMPLES
+    return float(quotient * samples**power)
+
+
+def _renumber(event: int, index_by_number: Mapping[int, int], shift: int) -> int:
+    number = abs(event) - 1
+    renumbered = index_by_number.get(number, number + shift) + 1
+    return renumbered if event > 0 else -renumbered
+
+
+@dataclass
+class FakeStep:
+    """A model and its optimizer on fake tensors, with the state that training has after its first step."""
+
+    spec: JobSpec
+    sample: Any  # a real batch of COPIES samples
+    gpu: bool  # the memory is to be a GPU's
+    fake: FakeTensorMode
+    storages: LiveStorages
+    model: nn.Module
+    call: ModelCall
+    optimizer: torch.optim.Optimizer
+    factors: list[torch.Tensor] = field(default_factory=list)
+    buckets: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)  # each gradient's place
+    early: int = 0  # how many storages there were before the optimizer's state
+    synchronise: bool = True
+    _recording: Recording | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def scaled(self) -> list[nn.Parameter]:
+        """The parameters that AGS scales where it does: all but those that ags.exclude names."""
+        left_out = set(excluded_parameters(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
+        return [p for p in self.parameters if p not in left_out]
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether AGS has a factor for each element; else one for each tensor."""
+        return self.spec.ags.resolved().granularity == "element"
+
+    @property
+    def several(self) -> bool:
+        """Whether some configuration has more ranks than one."""
+        return max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1
+
+    @property
+    def memory(self) -> Memory:
+        """What the method holds in a step."""
+        return method_of(self.spec).memory(self.spec, self.scaled, several=self.several)
+
+    def batch(self, size: int) -> Any:
+        """Return a fake micro-batch shaped like the sample."""
+        return allocate_batch(self.sample, samples=COPIES, to=size, own=self.spec.dataset.collate_fn is not None)
+
+    def measure(self, micro_batch: int) -> Components:
+        """Return the memory of one optimizer step at a micro-batch; the step itself is rehearsed once."""
+        usage = self._replay(micro_batch)
+        return split_memory(
+            self.model,
+            self.optimizer,
+            batch=micro_batch * tensor_bytes(tree_leaves(self.sample)) // COPIES,
+            factors=tensor_bytes(self.factors),
+            peak=usage.allocated,
+            reserved=usage.reserved,
+            libraries=estimate_library_bytes(self.spec) if self.gpu else 0,
+            accumulate=self.spec.train.accumulate,
+        )
+
+    def allocator_margin(self) -> float:
+        """Return the least room that the allocator gets by with, as a multiple of the memory in use.
+
+        It then gives back what it has cached in its first steps, and no more once it has settled.
+        """
+        return max(map(self._allocator_margin_at, MARGIN_MICRO_BATCHES)) if self.gpu else HEAP_MARGIN
+
+    def _allocator_margin_at(self, micro_batch: int) -> float:
+        peak = self.measure(micro_batch).peak
+        for room in ALLOCATOR_MARGINS:
+            usage = self._replay(micro_batch, capacity=round(room * peak))
+            if usage.fits and not usage.flushes:
+                return room
+        return ALLOCATOR_MARGINS[-1]
+
+    def _replay(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
+        recording = self._recording = self._recording or self._record()
+        sizes = recording.sizes_at(micro_batch, small_batch=max_small_batch(self.spec))
+        if not self.gpu:
+            peak = peak_without_allocator(range(recording.held), recording.events, sizes)
+            return Usage(allocated=peak, reserved=peak)
+        early, late = range(recording.early), range(recording.early, recording.held)
+        return replay_allocations(early, late, recording.events, sizes, capacity=capacity)
+
+    def output(self, size: int) -> Any:
+        """Return the model's fake output for `size` samples."""
+        with self._active():
+            return self.call.compute_outputs(self.model, self.batch(size))
+
+    def _record(self) -> Recording:
+        """Rehearse one optimizer step."""
+        with self._active():
+            alive, first_number, first_event = (
+                self.storages.alive(),
+                len(self.storages.sizes),
+                len(self.storages.events),
+            )
+            batch = self.batch(REFERENCE_SAMPLES)
+            self._backward(batch)
+            small = len(self.storages.sizes)
+            staged = self._refresh(batch) if self.memory.small_batch else []
+            small_end = len(self.storages.sizes)
+            self._update(staged)
+            events, sizes = self.storages.events[first_event:], self.storages.sizes
+        index_by_number = {number: index for index, number in enumerate(alive)}
+        shift = len(alive) - first_number  # numbers that have died before leave no gap
+        return Recording(
+            early=len([number for number in alive if number < self.early]),
+            held=len(alive),
+            events=tuple(_renumber(event, index_by_number, shift) for event in events),
+            sizes=tuple(sizes[number] for number in [*alive, *range(first_number, len(sizes))]),
+            small=range(small + shift, small_end + shift),
+        )
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.fake)
+            stack.enter_context(self.storages)
+            if "position_ids" not in (named_entries(self.sample) or ()):  # by which a batch tells what it has packed
+                stack.enter_context(one_sequence_a_sample())
+            if self.gpu:
+                stack.enter_context(AsOnGpu())
+            yield
+
+    def move_to_bucket(self, parameter: nn.Parameter) -> None:
+        """Put a finished gradient into its bucket, of which it is a view from then on (gradient_as_bucket_view)."""
+        if self.synchronise:
+            parameter.grad = self.buckets[parameter]
+
+    def _backward(self, batch: Any) -> None:
+        """Take the gradients; all micro-batches but the last leave them outside of the buckets."""
+        micro_batches = min(2, self.spec.train.accumulate)
+        for micro_batch in range(micro_batches):
+            self.synchronise = micro_batch == micro_batches - 1
+            with fake_autocast(self.spec):
+                loss = self.call.compute_loss(self.model, batch)
+            loss.backward()
+
+    def _refresh(self, batch: Any) -> list[torch.Tensor]:
+        """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
+        with fake_autocast(self.spec):
+            loss = self.call.compute_loss(self.model, batch)
+        used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
+        if self.several:
+            # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
+            weighted = [g * 1.0 for g in used]
+            flat = torch.empty(sum(g.numel() for g in used), dtype=used[0].dtype)
+            used = list(split_flat(flat, used))
+            del weighted
+        return used if self.elementwise else [g.sum() for g in used]
+
+    def _update(self, staged: list[torch.Tensor]) -> None:
+        if self.spec.train.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.spec.train.max_grad_norm, error_if_nonfinite=False)
+        new: list[torch.Tensor] = []
+        if self.factors:  # the new ones come to be beside the old, which scale this step
+            new = self._compute_factors(staged)
+            if self.gpu:
+                for chunk in chunk_indices(self.factors, range(len(self.factors))):
+                    torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
+        copies = self._parameter_copies()
+        self.optimizer.step()
+        if copies and self.gpu and self.memory.after:
+            for chunk in chunk_indices(copies, range(len(copies))):
+                torch.empty(2 * sum(copies[i].numel() for i in chunk), dtype=copies[0].dtype)  # both outcomes
+        copies.clear()
+        self.factors = new or self.factors
+        self.optimizer.zero_grad()
+
+    def _compute_factors(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Turn the small batch's gradients into factors, one by one: in their own place, or in that of a temporary."""
+        new: list[torch.Tensor] = []
+        while staged:
+            small = staged.pop(0)
+            ratio = small + 1.0
+            new.append(small if self.several else ratio)
+        return new
+
+    def _parameter_copies(self) -> list[torch.Tensor]:
+        """Return what the parameters were, where what a step does to them is changed: scaled by AGS, or turned."""
+        return [p.detach().clone() for p in self.memory.before]
+
+
+def build_fake_step(
+    spec: JobSpec, sample: Any, *, classes: int | None, gpu: bool = False, collate: Collate | None = None
+) -> FakeStep:
+    """Build the spec's model, loss and optimizer on fake tensors.
+
+    Args:
+        spec: the job.
+        sample: a real one of the training set, whose shapes the batches have.
+        classes: of the dataset.
+        gpu: whether the memory is to be a GPU's, with PyTorch's allocator between, or that of a process on the CPU.
+        collate: makes a batch of samples; None: torch's own.
+
+    Raises:
+        SpecError: from building the model, the loss or the optimizer.
+    """
+    fake, storages = FakeTensorMode(allow_non_fake_inputs=True), LiveStorages()
+    model = _build_model(spec, classes, fake)
+    if spec.train.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    model.train()
+    _make_fake(model, fake)
+    with fake:
+        call = zoo.model_call(spec, model, zoo.build_loss(spec))
+        optimizer = method_of(spec).base(spec, parameter_groups(spec.optimizer, model))
+    if gpu:
+        _use_foreach(optimizer)
+    batch = collate_items(collate, [sample] * COPIES)
+    rehearsal = FakeStep(spec, batch, gpu, fake, storages, model, call, optimizer)
+    with fake, storages:
+        storages.hold([*model.parameters(), *model.buffers()])
+        rehearsal.buckets = ddp_buckets(rehearsal.parameters)
+        for parameter in rehearsal.parameters:
+            parameter.register_post_accumulate_grad_hook(rehearsal.move_to_bucket)
+            parameter.grad = rehearsal.buckets[parameter]
+        rehearsal.early = len(storages.sizes)
+        optimizer.step()  # its state is there from the second step on
+        optimizer.zero_grad()
+        if rehearsal.memory.factors:
+            rehearsal.factors = [
+                torch.empty_like(p) if rehearsal.elementwise else p.new_empty(()) for p in rehearsal.scaled
+            ]
+    return rehearsal
+
+
+def _build_model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn.Module:
+    """Build the model: torchvision's own without drawing a number, others with real ones, for some look at what they draw."""
+    if is_import_string(spec.model.name) or spec.model.args.get("weights") is not None:
+        return zoo.build_model(spec, classes)
+    try:
+        with fake:
+            return zoo.build_model(spec, classes)
+    # Reading a number that was never drawn may fail in any way; where the model is at fault, it fails again below.
+    except Exception:  # noqa: BLE001
+        return zoo.build_model(spec, classes)
+
+
+def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
+    """Replace every parameter and buffer that is not fake by a fake one; tied ones stay tied."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    tensors[name] = fake.from_tensor(tensor)  # type: ignore[assignment]
+
+
+def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer take all tensors at once, as torch's do on a GPU where nothing else is asked for."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def max_small_batch(spec: JobSpec) -> int:
+    """Return the most samples that AGS draws for its small batch."""
+    return spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
+
+
+def fake_autocast(spec: JobSpec) -> AbstractContextManager[Any]:
+    """Return the context of the spec's precision on fake CPU tensors."""
+    if spec.train.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=DTYPES[spec.train.precision])

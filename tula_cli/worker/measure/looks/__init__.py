@@ -1,1 +1,0 @@
-"""What a probe looks at beside whole steps."""

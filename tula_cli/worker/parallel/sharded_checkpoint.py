@@ -1,0 +1,221 @@
+"""A checkpoint of a model in shares: a folder of torch.distributed.checkpoint, which any number of ranks can load."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tula_cli.errors import CannotWrite, TulaError
+from tula_cli.run import files
+from tula_cli.run.damage import SUMS
+from tula_cli.run.disk_space import refuses
+from tula_cli.run.files import make_folder, write_atomic, write_error
+from tula_cli.worker.ranks import Ranks
+
+REST_FILE = "rest.pt"
+"""What no rank has a share of: position, best metrics, factors. A file of torch.save."""
+_CHUNK = 2**24  # bytes that are summed at a time
+
+
+def save_sharded(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, content: dict[str, Any], ranks: Ranks
+) -> None:
+    """Write a checkpoint, whole or not at all: beside its place, and renamed when all ranks have finished.
+
+    Every rank takes part, and writes its own shares.
+
+    Args:
+        folder: its place, on a file system that all ranks share; one that is there already is replaced.
+        model: that fully_shard has divided; its buffers become rank 0's.
+        optimizer: of its shares.
+        rest: what else belongs to it; rank 0's.
+        ranks: all of them.
+
+    Raises:
+        TulaError: a rank cannot write; older checkpoints stand.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    # Each rank's BatchNorm has seen its own samples, and torch writes any rank's; what is evaluated is rank 0's.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    draft = draft_path(folder)
+    _run_on_first_rank(lambda: _create_draft(draft), folder, ranks)
+    try:
+        save(_sharded_state(model, optimizer), checkpoint_id=draft)
+    except CheckpointException as error:
+        why = _first_cause(error)
+        if isinstance(why, OSError):
+            raise write_error(folder, why) from error
+        # torch's writer of archives tells a full disk as a RuntimeError of its own
+        if code := refuses(folder.parent):
+            raise write_error(folder, OSError(code, os.strerror(code))) from error
+        first_line = next(iter(str(why).splitlines()), type(why).__name__)
+        raise CannotWrite(
+            f"cannot write {folder}: {first_line}", "is the disk full? older checkpoints stand"
+        ) from error
+    _run_on_first_rank(lambda: write_atomic(draft / REST_FILE, _serialize(content)), folder, ranks)
+    files = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
+    sums = _checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
+    if lost := [name for name, total in sums.items() if total < 0]:
+        raise CannotWrite(f"cannot write {folder}: what was written cannot be read again: {', '.join(lost)}")
+    _run_on_first_rank(lambda: _write_checksums(draft, folder, sums), folder, ranks)
+
+
+def draft_path(folder: Path) -> Path:
+    """Return where a folder is while it is written."""
+    return folder.with_name(f".{folder.name}.draft")
+
+
+def is_complete(folder: Path, ranks: Ranks) -> bool:
+    """Return on every rank whether a folder is what was written; every rank takes part, and reads some of its files."""
+    checksums: dict[str, int] = json.loads(
+        ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]
+    )
+    return REST_FILE in checksums and _checksums(folder, sorted(checksums), ranks) == checksums
+
+
+def _read_checksums(folder: Path) -> dict[str, int]:
+    """Return the check sums that were written; empty where they cannot be read."""
+    try:
+        content = json.loads(files.read_content(folder / SUMS))
+    except (OSError, ValueError, TulaError):
+        return {}
+    return (
+        {name: total for name, total in content.items() if isinstance(total, int)} if isinstance(content, dict) else {}
+    )
+
+
+def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's state into a model in shares, of any number of ranks, and its optimizer; every rank takes part.
+
+    Raises:
+        TulaError: it is not of this model.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    from tula_cli.worker.build.finetune import SafeLoadPlanner, SafeShardReader
+
+    state = _sharded_state(model, optimizer)
+    states = state["optimizer"]["state"]
+    try:
+        untouched = _without_state(states, SafeShardReader(folder).read_metadata().state_dict_metadata)
+        optimizer_state = {
+            **state["optimizer"],
+            "state": {name: states[name] for name in states if name not in untouched},
+        }
+        state_dict_loader.load(
+            {"model": state["model"], "optimizer": optimizer_state},
+            storage_reader=SafeShardReader(folder),
+            planner=SafeLoadPlanner(),
+        )
+    except (CheckpointException, pickle.UnpicklingError) as error:
+        why = _first_cause(error) if isinstance(error, CheckpointException) else error
+        raise TulaError(
+            f"the checkpoint {folder} does not fit the model: {why}", "was the model's code changed?"
+        ) from None
+    set_model_state_dict(model, state["model"])
+    # torch wants a state of each, and gives each one before it loads
+    set_optimizer_state_dict(model, optimizer, {**optimizer_state, "state": states})
+    for name, parameter in model.named_parameters():
+        if name in untouched:
+            optimizer.state.pop(parameter, None)
+
+
+def _without_state(states: dict[str, Any], saved: Collection[str]) -> set[str]:
+    """Return the parameters of which a checkpoint has no optimizer state: no gradient had reached them (never used)."""
+    return {name for name in states if not any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
+
+
+def _sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
+    """Return the check sum of each file, -1 of one that cannot be read; each rank reads its share of them."""
+    own_checksums = {name: _checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
+    checksums: dict[str, int] = {}
+    for text in ranks.gather(json.dumps(own_checksums)):
+        checksums |= json.loads(text)
+    return checksums
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    try:
+        with files.open_file(path) as file:
+            while chunk := file.read(_CHUNK):
+                total = zlib.crc32(chunk, total)
+    except (OSError, TulaError):
+        return -1
+    return total
+
+
+def _first_cause(error: Any) -> BaseException:
+    """Return what went wrong on the first rank where anything did."""
+    cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
+    return cause
+
+
+def _run_on_first_rank(work: Callable[[], None], folder: Path, ranks: Ranks) -> None:
+    """Let rank 0 do something while the others wait; where it cannot, all ranks say so, and none waits in vain.
+
+    Raises:
+        TulaError: rank 0 could not write.
+    """
+    why: list[Any] = []
+    if ranks.is_first:
+        try:
+            work()
+        except (OSError, CannotWrite) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            assert isinstance(cause, OSError)  # of write_atomic
+            why = [cause.errno, cause.strerror]
+    problem = json.loads(ranks.gather(json.dumps(why))[0])
+    if problem:
+        raise write_error(folder, OSError(*problem))
+
+
+def _create_draft(draft: Path) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    make_folder(draft)
+
+
+def _serialize(content: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _write_checksums(draft: Path, folder: Path, sums: dict[str, int]) -> None:
+    write_atomic(draft / SUMS, json.dumps(sums))
+    _replace_folder(draft, folder)
+
+
+def _replace_folder(draft: Path, folder: Path) -> None:
+    """Rename a finished folder; what stands in its place goes out of the way first."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    draft.rename(folder)
+    handle = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the name is on the disk
+    finally:
+        os.close(handle)
+    shutil.rmtree(old, ignore_errors=True)

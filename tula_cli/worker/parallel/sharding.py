@@ -1,0 +1,212 @@
+"""Fully sharded data parallelism (FSDP2; ZeRO stage 3, Rajbhandari et al. 2020).
+
+Each rank holds 1/N of every parameter, of its gradient and of its optimizer state. A block of the model is gathered just
+before it computes, forward and backward, and let go again; its gradient is averaged and divided in one reduce-scatter.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.sections import Train
+from tula_cli.worker.build.recompute import blocks_of
+
+
+class Sharded(nn.Module):
+    """A model in shares, called as DistributedDataParallel is.
+
+    What reads `parameters()` outside of a forward or backward pass sees DTensors: the whole shape, this rank's values.
+    Every forward pass is one of all ranks.
+
+    Args:
+        model: on the CPU or the device, the same on all ranks but for its values, which become rank 0's.
+        blocks: class names of the blocks that are gathered one at a time; "auto": the composite members of every Sequential
+            and ModuleList, as activation checkpointing has them. The rest is one block more.
+        device: of this rank. The model is moved to it block by block, so that the whole need not fit.
+
+    Raises:
+        SpecError: the model has no block of a name, or this torch cannot do it on the device.
+    """
+
+    def __init__(self, model: nn.Module, *, blocks: Literal["auto"] | Sequence[str], device: torch.device) -> None:
+        # here: DDP alone imports nothing of it
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__()
+        check_torch(device.type)
+        _check_average(device)
+        _broadcast([*model.parameters(), *model.buffers()], device)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.parts: list[Any] = [*fsdp_blocks(model, blocks), model]
+        for block in self.parts:
+            fully_shard(block, mesh=mesh)
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: the gradient of each micro-batch is divided, and added to the shares.
+
+        To keep it whole up to the last one would take the memory that shares save.
+        """
+        yield
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What `alone` takes beside the shares: all parameters, and their gradients."""
+        return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
+
+    @property
+    def can_run_without_communication(self) -> bool:
+        """Whether `alone` can be had: from torch 2.8 on."""
+        return all(hasattr(block, "set_reshard_after_forward") for block in self.parts)
+
+    @contextmanager
+    def without_communication(self) -> Iterator[None]:
+        """Compute without the other ranks inside: the whole model stays gathered, and gradients are not averaged.
+
+        The rank holds all parameters and their gradients for so long. The weights must not change.
+        """
+        root: Any = self.module
+        for block in self.parts:
+            block.set_reshard_after_forward(False, recurse=False)
+        root.set_reshard_after_backward(False)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            self.zero_grad()
+            for block in self.parts:
+                block.set_reshard_after_forward(block is not root, recurse=False)
+                block.reshard()
+            root.set_reshard_after_backward(True)
+
+    def reshard(self) -> None:
+        """Leave each rank its shares alone, where forward passes without a backward one have left more gathered."""
+        for block in self.parts:
+            block.reshard()
+
+    def replace_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the whole gradients that passes inside `alone` leave; zeros take their place, for a step that takes as long."""
+        self.zero_grad()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+
+def check_torch(device: str) -> None:
+    """Refuse a torch whose FSDP2 cannot run on a kind of device.
+
+    Raises:
+        SpecError: it is such; 2.6 has it for GPUs alone.
+    """
+    if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise SpecError(
+            f"train.parallel: fsdp cannot run on the CPU under torch {torch.__version__}",
+            "take a newer torch, GPUs, or train.parallel: ddp",
+        )
+
+
+def _check_average(device: torch.device) -> None:
+    """Refuse a group whose reduce-scatter does not average, as FSDP2 asks it to: gloo's of torch 2.8 adds up, and says nothing.
+
+    Raises:
+        SpecError: gradients would be as many times too large as there are ranks.
+    """
+    world = dist.get_world_size()
+    mean = torch.zeros(1, device=device)
+    dist.reduce_scatter_tensor(mean, torch.ones(world, device=device), op=dist.ReduceOp.AVG)
+    if mean.item() != 1:
+        raise SpecError(
+            f"train.parallel: fsdp would add gradients up and not average them: {dist.get_backend()} under torch"
+            f" {torch.__version__} cannot",
+            "take a newer torch, GPUs, or train.parallel: ddp",
+        )
+
+
+def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> list[nn.Module]:
+    """Return the blocks of a model that are gathered one at a time, in the order of its modules.
+
+    A block that shares a parameter with what is outside of it (tied embeddings) is none: the rest of the model holds it.
+
+    Raises:
+        SpecError: there is no module of a class that is named, or it has no forward pass; or FSDP2 cannot divide a parameter.
+    """
+    if undivided := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        raise SpecError(
+            f"train.parallel: fsdp cannot divide parameters without a dimension: {', '.join(undivided)}",
+            "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or take train.parallel: ddp",
+        )
+    blocks = blocks_of(model) if names == "auto" else _modules_of_classes(model, names)
+    return [
+        block
+        for block in blocks
+        if block is not model and any(True for _ in block.parameters()) and _shares_no_parameter(block, model)
+    ]
+
+
+def _modules_of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of classes, the inner ones before those that hold them."""
+    # a list of modules has no forward pass that a block could be gathered for
+    modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
+    for name in names:
+        if not any(type(module).__name__ == name for module in modules):
+            class_names = sorted({type(module).__name__ for module in modules if any(True for _ in module.children())})
+            raise SpecError(
+                f"train.fsdp_blocks: {type(model).__name__} has no module of class {name}",
+                f"it has {', '.join(class_names)}" if class_names else "leave it out: the model is one block",
+            )
+    return [module for module in reversed(modules) if type(module).__name__ in names]
+
+
+def _shares_no_parameter(block: nn.Module, model: nn.Module) -> bool:
+    inside = set(block.modules())
+    block_parameters = {id(p) for p in block.parameters()}
+    return not any(
+        id(p) in block_parameters
+        for module in model.modules()
+        if module not in inside
+        for p in module.parameters(recurse=False)
+    )
+
+
+def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give tensors rank 0's values, one at a time over the device."""
+    for tensor in tensors:
+        on_device = tensor.detach().to(device)
+        dist.broadcast(on_device, src=0)
+        tensor.detach().copy_(on_device)
+
+
+# --- Wrapping
+
+Parallel = DistributedDataParallel | Sharded
+"""The model is its `module`; `no_sync()` keeps the gradients of a backward pass on their ranks, where that saves anything."""
+
+
+def wrap_model(model: nn.Module, train: Train, device: torch.device) -> Parallel:
+    """Wrap a model for training; every rank takes part.
+
+    Args:
+        model: the same on all ranks but for its values, which become rank 0's; on the device under ddp.
+        train: says how.
+        device: of this rank.
+
+    Raises:
+        SpecError: it has none of the blocks that `train.fsdp_blocks` names.
+    """
+    if train.sharded:
+        return Sharded(model, blocks=train.fsdp_blocks, device=device)
+    ids = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)

@@ -1,0 +1,448 @@
+"""Self-tuning (`train.method: auto`), the auto-tuning that the paper leaves to future work.
+
+Beside the training, short branches are trained with different settings on the training set without a held-out part, and
+judged there; `models.halving` says which come next and which arm wins. They begin where a training at the reference batch,
+without that part too, has come to when the arms part: nothing that is judged has seen what it is judged on. A branch leaves nothing but
+its line in tuning.json: the training goes on with the winner's settings from its own checkpoint, on the whole training
+set, as if it had been told them.
+"""
+
+import contextlib
+import copy
+import functools
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch.utils.data import Subset
+
+from tula_cli.models import halving
+from tula_cli.models.halving import BranchRequest
+from tula_cli.models.ramp import stages as of_arms
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Branch, Tuning
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.ags import Arm
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build import finetune
+from tula_cli.worker.build.data import Datasets, EvaluationDataset, Position, SeededDataset, build_datasets, permutation
+from tula_cli.worker.preemption import Preempted, PreemptionHandler
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint, evaluation
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.batch_partition import batch_sizes_of
+from tula_cli.worker.train.evaluation import Evaluation
+from tula_cli.worker.train.loop import Trainer
+from tula_cli.worker.train.metrics import MetricsFile
+from tula_cli.worker.train.training import TrainContext, Training
+
+# --- Trials
+
+MAX_EPOCH_RATIO = 2
+"""Epochs in a row that end behind after which a chosen arm has broken down."""
+
+STEPS_BETWEEN_CHECKS = 20
+"""Steps between two looks whether a branch has diverged; each waits for the device."""
+
+SETTLING_STEPS = 8
+"""Micro-batches of each rank that BatchNorm's statistics are averaged over before a branch is judged."""
+
+_HELD_OUT = -1
+"""Stands for the epoch in the seed of the split; no epoch has this number."""
+
+
+class Log(Protocol):
+    """Adds a row to the training's metrics."""
+
+    def __call__(self, kind: str, position: Position, epoch: float, **values: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a training goes on with, and from where its arms part."""
+
+    arm: Arm
+    epoch: float
+    start: int = 0  # samples there, of the checkpoint that stays while the arm may break down
+    longest: float = 0.0  # epochs of the longest branches
+    limit: float | None = None  # the control's loss after its longest; None where nothing is known of it
+    broken: tuple[str, ...] = ()  # arms that were chosen before
+
+    def is_behind(self, loss: float, *, epoch: float) -> bool:
+        """Return whether a training is where it should not be: with a loss above that of the control's longest branch
+        after twice as many epochs. The control itself never is.
+        """
+        if self.arm.name == halving.CONTROL_ARM or self.limit is None:
+            return False
+        return epoch - self.epoch >= 2 * self.longest and not loss <= self.limit
+
+    def task(self, task: TrainTask, *, size: int) -> TrainTask:
+        """Return the task as the arm trains it, on so many samples an epoch."""
+        return task_of_arm(task, self.arm, of_arms.stages_of_training(task.spec, self.arm, batch=task.batch, size=size))
+
+    @property
+    def lr_factor(self) -> Callable[[float], float]:
+        return partial(halving.lr_factor, self.arm, start=self.epoch)
+
+
+def task_of_arm(task: TrainTask, arm: Arm, stages: of_arms.Stages) -> TrainTask:
+    """Return a task as an arm trains it, with the stages of its batch."""
+    return task.model_copy(update={"spec": halving.job_of_arm(task.spec, arm), "stages": stages})
+
+
+@dataclass(frozen=True)
+class BranchContext:
+    """What every branch begins with."""
+
+    task: TrainTask
+    ranks: Ranks
+    datasets: Datasets  # without the held-out part, which is the evaluation set
+    epoch: float
+    preemption: PreemptionHandler
+
+    @functools.cached_property
+    def start(self) -> dict[str, Any]:
+        """What a checkpoint of the beginning holds where the arms part, trained without the held-out part."""
+        control = Choice(Arm(name=halving.CONTROL_ARM), 0.0)
+        trainer = _build_arm_trainer(self, control.task(self.task, size=self.size))
+        trainer.until = self.task.spec.auto.after
+        finetune.load_weights(self.task.spec.model, trainer.parallel.module, first=self.ranks.is_first)
+        with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
+            for _ in stream:
+                self.check()
+        return copy.deepcopy(checkpoint.checkpoint_state(trainer, best={}))
+
+    @property
+    def size(self) -> int:
+        """Samples of an epoch."""
+        return len(self.datasets.train)
+
+    def check(self) -> None:
+        self.preemption.check(reserve=0.0)  # there is nothing to save
+
+
+def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
+    """Return what rank 0 finds chosen, on every rank; None where branches are missing.
+
+    A choice made at a larger batch (before an out-of-memory) stays, with no more than linear scaling.
+    """
+    found = run.training(task.signature).tuning() if ranks.is_first else None
+    is_chosen = found is not None and found.chosen is not None
+    if not ranks.broadcast(int(is_chosen)):
+        return None
+    tuning = Tuning.model_validate_json(ranks.gather(found.model_dump_json() if found is not None else "")[0])
+    assert tuning.chosen is not None
+    arm = tuning.chosen
+    if task.batch != tuning.batch:
+        arm = halving.limit_lr_factor(arm, task.batch / task.spec.train.reference_batch)
+    control = halving.longest_control_branch(tuning.branches)
+    longest = max((branch.epochs for branch in tuning.branches), default=0.0)
+    limit = control.loss if control is not None else None
+    return Choice(arm, tuning.epoch, tuning.start, longest, limit, tuning.broken)
+
+
+class BrokenDown(Exception):
+    """The chosen arm has broken down, after so many samples; every rank raises it."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+
+def choose_next_arm(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None:
+    """Go back to where the arms part, and choose the next best arm; the control is the last that is left.
+
+    The checkpoints go first: a training that is broken off in between breaks down again.
+
+    Args:
+        task: with method auto.
+        run: where.
+        ranks: the process group.
+        samples: where the training stood.
+    """
+    if ranks.is_first:
+        tuning = run.training(task.signature).tuning()
+        assert tuning is not None and tuning.chosen is not None
+        checkpoint.discard_after(run, task.signature, tuning.start)
+        broken = (*tuning.broken, tuning.chosen.name)
+        name = halving.next_best_arm(tuning.branches, broken)
+        chosen = next(arm for arm in tuning.arms if arm.name == name)
+        lost = tuning.lost + samples - tuning.start
+        run.write_tuning(tuning.model_copy(update={"broken": broken, "chosen": chosen, "lost": lost}))
+    ranks.broadcast(0)  # no rank looks for a checkpoint before
+
+
+def tune(
+    task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: Log
+) -> Choice:
+    """Train branches until one arm is left, for a training that stands where they part; what is recorded is kept.
+
+    Args:
+        task: with method auto.
+        run: where; rank 0 writes its tuning.json after each branch.
+        ranks: the process group; all of them take rank 0's decisions.
+        datasets: `hold_out_samples` of the task's.
+        preemption: who tells when to leave.
+        log: takes a row of kind "branch" for each.
+
+    Raises:
+        Preempted: the ranks leave; the branch under way is lost.
+    """
+    newest = checkpoint.load_for_all(run, task.signature, ranks)
+    assert newest is not None
+    position = Position(**newest["position"])
+    context = BranchContext(
+        task=task,
+        ranks=ranks,
+        datasets=datasets,
+        epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
+        preemption=preemption,
+    )
+    arms = halving.arms_of_training(task.spec, task.batch)
+    tuning = _load_record(context, run, position, arms)
+    if ranks.is_first:
+        run.write_tuning(tuning)
+    while (turn := _next_turn(tuning, ranks)) is not None:
+        branch = _train_branch(context, arms[turn.arm], turn, control=_control_branch(tuning, turn))
+        tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
+        if ranks.is_first:
+            run.write_tuning(tuning)
+            row = branch.model_dump(exclude={"samples"})  # of a row they are the training's
+            log("branch", position, context.epoch, **row, trained=branch.samples, eta=_seconds_left(context, tuning))
+    if ranks.is_first:
+        _, winner = halving.next_branch_or_winner([arm.name for arm in arms], tuning.branches)
+        run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
+    choice = load_choice(task, run, ranks)
+    assert choice is not None
+    return choice
+
+
+def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
+    """Return the training set without its held-out part, and that part with the transforms of an evaluation.
+
+    Raises:
+        SpecError: what is left is smaller than the batch.
+    """
+    size = len(datasets.train)
+    halving.require_tuning_samples(spec, batch=batch, dataset_size=size)
+    count = halving.holdout_size(size, spec.auto.holdout)
+    order = permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
+    plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
+    view = datasets.train.samples
+    if plain != spec.transforms:
+        view = build_datasets(spec.model_copy(update={"transforms": plain})).train.samples
+    return Datasets(
+        train=SeededDataset(Subset(datasets.train.samples, sorted(order[count:])), seed=spec.train.seed),
+        eval=EvaluationDataset(Subset(view, sorted(order[:count]))),
+        classes=datasets.classes,
+        collate=datasets.collate,
+    )
+
+
+def _load_record(context: BranchContext, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
+    """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
+    task = context.task
+    fresh = Tuning(
+        signature=task.signature,
+        batch=task.batch,
+        start=position.samples,
+        epoch=context.epoch,
+        arms=arms,
+        beginning=_samples_of_beginning(context) if len(arms) > 1 else 0,
+    )
+    tuning = run.training(context.task.signature).tuning() if context.ranks.is_first else None
+    alike = tuning is not None and fresh == tuning.model_copy(update={"branches": (), "chosen": None})
+    return tuning if tuning is not None and alike else fresh
+
+
+def _samples_of_beginning(context: BranchContext) -> int:
+    """Return the samples that the branches' common beginning is trained on."""
+    control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(context.task, size=context.size)
+    sizes = batch_sizes_of(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
+    steps = sizes.ramp.remaining_steps(size=context.size, epochs=context.task.spec.auto.after)
+    return sum(batch * count for batch, count in steps.items())
+
+
+def _next_turn(tuning: Tuning, ranks: Ranks) -> BranchRequest | None:
+    """Return the branch that rank 0 finds next, on every rank; None where one arm is left."""
+    names = [arm.name for arm in tuning.arms]
+    turn, _ = halving.next_branch_or_winner(names, tuning.branches) if ranks.is_first else (None, None)
+    number = ranks.broadcast(-1 if turn is None else turn.rung * len(names) + turn.arm)
+    return None if number < 0 else BranchRequest(*divmod(number, len(names)))
+
+
+def _control_branch(tuning: Tuning, turn: BranchRequest) -> Branch | None:
+    """Return the control's branch of the same rung; it is the first there."""
+    same = (branch for branch in tuning.branches if branch.rung == turn.rung)
+    return next((branch for branch in same if branch.arm == halving.CONTROL_ARM), None)
+
+
+def _train_branch(context: BranchContext, arm: Arm, turn: BranchRequest, *, control: Branch | None) -> Branch:
+    """Train one branch and judge it."""
+    began = time.monotonic()
+    count = len(halving.arms_of_training(context.task.spec, context.task.batch))
+    length = halving.branch_samples(context.task.spec, turn.rung, count, context.size)
+    trainer = _branch_trainer(context, arm, length)
+    start = trainer.position.samples
+    finite = _train_samples(context, trainer, length)
+    if finite:
+        # The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
+        evaluation.recompute_batch_norm_statistics(trainer, batches=SETTLING_STEPS, between=context.check)
+    result = evaluation.Evaluator(trainer).evaluate(between=context.check) if finite else None
+    samples = trainer.position.samples - start
+    return Branch(
+        arm=arm.name,
+        rung=turn.rung,
+        epochs=samples / len(context.datasets.train),
+        samples=samples,
+        loss=_finite_or_none(result.loss) if result else None,
+        top1=_finite_or_none(result.top1) if result else None,
+        diverged=result is None or _has_diverged(result, context.datasets.classes, control),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
+    """Return a fresh trainer where the arms part, for a branch of so many samples."""
+    start, choice, size = context.start, Choice(arm, context.epoch), context.size
+    position, batch = Position(**start["position"]), context.task.batch
+    passed = position.epoch * size + position.done
+    stages = of_arms.stages_of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
+    trainer = _build_arm_trainer(context, task_of_arm(context.task, arm, stages))
+    checkpoint.restore_checkpoint(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
+    trainer.lr_factor = lambda epoch: (
+        choice.lr_factor(epoch) * halving.cooldown_factor(epoch, start=context.epoch, length=length / size)
+    )
+    return trainer
+
+
+def _build_arm_trainer(context: BranchContext, task: TrainTask) -> Trainer:
+    """Return a trainer of an arm's task, without the held-out part, at the very beginning."""
+    gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
+    return worker_train_loop.build_trainer(
+        task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
+    )
+
+
+def _train_samples(context: BranchContext, trainer: Trainer, length: int) -> bool:
+    """Train until so many samples are passed; return whether the loss stayed finite, else at once."""
+    begin = trainer.samples_passed
+    with contextlib.closing(worker_train_loop.run_steps(trainer)) as stream:
+        for count, step in enumerate(stream, 1):
+            context.check()
+            is_finished = halving.has_ended(trainer.samples_passed - begin, length, trainer.batch)
+            if count % STEPS_BETWEEN_CHECKS == 0 or is_finished:
+                finite = math.isfinite(float(step.loss))
+                if context.ranks.max(float(not finite)):
+                    return False
+            if is_finished:
+                break
+    return True
+
+
+def _has_diverged(result: Evaluation, classes: int | None, control: Branch | None) -> bool:
+    """Return whether a branch is no better than guessing, and worse than the control (which may be young itself)."""
+    if not math.isfinite(result.loss):
+        return True
+    if classes is None or math.isnan(result.top1) or control is None or control.loss is None:
+        return False
+    return result.loss > max(math.log(classes), control.loss)
+
+
+def _finite_or_none(value: float) -> float | None:
+    """Return a number as JSON can hold it."""
+    return value if math.isfinite(value) else None
+
+
+def _seconds_left(context: BranchContext, tuning: Tuning) -> float:
+    """Return the time until the training's end, by the pace of the branches so far."""
+    size, epochs = len(context.datasets.train) + len(context.datasets.eval), context.task.spec.train.epochs
+    planned = halving.plan_tuning(context.task.spec, batch=context.task.batch, dataset_size=size)
+    trained = sum(branch.samples for branch in tuning.branches)
+    pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
+    branches = max(0, planned.samples - tuning.samples)
+    return pace * (branches + (epochs - context.epoch) * size)
+
+
+# --- The training that follows
+#
+# `worker/entry.py` imports it for such a training alone.
+
+
+def train_with_tuning(task: TrainTask, context: TrainContext) -> None:
+    """Train as tuning chooses; where that breaks down in the training, as it chooses next.
+
+    Raises:
+        Preempted: the ranks have saved and leave.
+        Diverged: loss or weights of the control are not finite.
+    """
+    while True:
+        choice = _choose(task, context)
+        try:
+            return ArmTraining(choice, task, context).train()
+        except BrokenDown as broken:
+            choose_next_arm(task, context.run, context.ranks, samples=broken.samples)
+
+
+def _choose(task: TrainTask, context: TrainContext) -> Choice:
+    """Return what the training goes on with; trains up to there, and the branches, where that is missing.
+
+    Raises:
+        Preempted: the ranks leave.
+    """
+    run, ranks, datasets = context.run, context.ranks, context.datasets
+    if (choice := load_choice(task, run, ranks)) is not None:
+        return choice
+    split = hold_out_samples(task.spec, datasets, batch=task.batch)
+    control = Choice(Arm(name=halving.CONTROL_ARM), 0.0).task(task, size=len(datasets.train))
+    branch_steps = halving.plan_tuning(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
+    Training(control, context, until=task.spec.auto.after, ahead=branch_steps).train()
+    with MetricsFile(
+        run, task, is_first=ranks.is_first, samples=run.training(task.signature).newest_samples()
+    ) as metrics:
+        try:
+            return tune(task, run, ranks, split, preemption=context.preemption, log=metrics.add)
+        except Preempted as preempted:
+            if ranks.is_first:
+                run.write_stop(task.id, context.attempt, preempted.reason)
+            raise
+
+
+class ArmTraining(Training):
+    """A training that goes on as tuning has chosen, and gives way to the next arm where this one breaks down."""
+
+    def __init__(self, choice: Choice, task: TrainTask, context: TrainContext) -> None:
+        super().__init__(choice.task(task, size=len(context.datasets.train)), context)
+        self.choice, self.keep = choice, (choice.start,)
+        self.trainer.lr_factor = choice.lr_factor
+        self.behind = 0  # epochs in a row that ended where the choice should not have led
+
+    @property
+    def _is_control(self) -> bool:
+        return self.choice.arm.name == halving.CONTROL_ARM
+
+    def _announce(self) -> None:
+        super()._announce()
+        if self.choice.broken:
+            broken_arms, arm = ", ".join(self.choice.broken), self.choice.arm.name
+            self.log.warn(f"broke down after the choice: {broken_arms}; goes on as {arm}")
+
+    def _divergence_error(self, found: str) -> Exception:
+        """Return BrokenDown, or Diverged where there is no arm left."""
+        if self._is_control:
+            return super()._divergence_error(found)
+        return BrokenDown(self.trainer.position.samples)
+
+    def _after_evaluation(self, loss: float) -> None:
+        """Raise BrokenDown where the arm has; `loss` is the same on all ranks.
+
+        Judged by the loss of training: the evaluation set has no part in what is trained.
+        """
+        if self._is_control:
+            return
+        self.behind = self.behind + 1 if self.choice.is_behind(loss, epoch=self.trainer.epoch) else 0
+        if self.behind >= MAX_EPOCH_RATIO:
+            raise BrokenDown(self.trainer.position.samples)

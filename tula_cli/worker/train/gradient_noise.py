@@ -1,0 +1,137 @@
+"""The gradient noise scale while a training is under way (`train.gradient_noise`), from passes of its own.
+
+Squared norms of the gradients of single micro-batches, and of the mean of several (McCandlish et al. 2018, appendix A.1), on
+the samples that are trained next. Nothing of the training changes: weights, buffers and gradients are afterwards as they
+were, and every step draws its random numbers anew.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tula_cli.models.efficiency import Pair, noise_scale, summarise
+from tula_cli.optim import sharding
+from tula_cli.worker.build.compiled import without_compilation
+from tula_cli.worker.build.data import count_remaining_steps
+from tula_cli.worker.parallel.sharding import Sharded
+from tula_cli.worker.seeding import seed_torch, stable_seed
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.loop import Trainer
+
+_STREAM = 0x4E53  # parts this module's random numbers from the job's others
+
+Gradient = dict[torch.Tensor, torch.Tensor]
+"""Of each parameter that the batch needs."""
+BATCHES_PER_GROUP = 8
+"""Micro-batches whose mean is held against themselves: in that of two, a gradient a tenth of its noise would be lost."""
+MIN_GROUPS = 4
+"""As many of them at least tell how sure the noise is; of smaller datasets they are smaller."""
+
+
+def measure_gradient_noise(
+    trainer: Trainer, *, batches: int, between: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Measure the noise at the trainer's weights, as a row of metrics.jsonl holds it; every rank takes part.
+
+    Args:
+        trainer: only looked at. Its replicas are taken to be equal.
+        batches: micro-batches of each rank.
+        between: called after each, on every rank at the same time; it may raise.
+
+    Returns:
+        `stats`, the norms as a probe's; `scale`, `low` and `high` of the noise, in samples, where they tell it; `seconds`.
+    """
+    began, pairs, position = time.monotonic(), list[Pair](), trainer.position
+    # By the position, not by what ran before: stages follow from it, and a training that was interrupted has the same.
+    seed = stable_seed(trainer.spec.train.seed, _STREAM, position.samples, trainer.ranks.rank)
+    seed_torch(seed, trainer.ranks.device)
+    count = min(batches, _count_upcoming(trainer))
+    size = max(2, min(BATCHES_PER_GROUP, count // MIN_GROUPS))
+    with (
+        _restore_buffers(trainer.parallel.module),
+        contextlib.closing(worker_train_loop.upcoming_micro_batches(trainer)) as stream,
+    ):
+        trainer.parallel.train()
+        for _ in range(count // size):
+            pairs.append(_measure_group(trainer, itertools.islice(stream, size), between))
+    together = trainer.micro_batch * (trainer.ranks.world if isinstance(trainer.parallel, Sharded) else 1)
+    stats = summarise(_mean_over_ranks(trainer, pairs), local_batch=together, batch=size * together)
+    noise = noise_scale([stats])
+    interval = {} if noise is None else {"scale": noise.scale, "low": noise.low, "high": noise.high}
+    return {"stats": stats.model_dump(mode="json"), **interval, "seconds": time.monotonic() - began}
+
+
+def _count_upcoming(trainer: Trainer) -> int:
+    """Return how many micro-batches there are in the rest of this epoch and the next one."""
+    size, samples_done = len(trainer.datasets.train), trainer.position.done
+    return (count_remaining_steps(size, samples_done, trainer.batch) + size // trainer.batch) * trainer.parts
+
+
+def _mean_over_ranks(trainer: Trainer, pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the means over all ranks, whose samples differ."""
+    world = trainer.ranks.world
+    sums = trainer.ranks.sum([value for pair in pairs for value in pair])
+    return [(sums[at] / world, sums[at + 1] / world) for at in range(0, len(sums), 2)]
+
+
+def _measure_group(trainer: Trainer, batches: Iterator[Any], between: Callable[[], None]) -> Pair:
+    """Return the mean of the squared norms of the batches' gradients, and that of their mean."""
+    total: Gradient = {}
+    squares = []
+    for batch in batches:
+        gradients = compute_gradient(trainer, batch)
+        squares.append(squared_norm(trainer, gradients))
+        for parameter, gradient_sum in gradients.items():
+            total[parameter] = total[parameter].add_(gradient_sum) if parameter in total else gradient_sum
+        between()
+    mean = {parameter: gradient_sum / len(squares) for parameter, gradient_sum in total.items()}
+    return sum(squares) / len(squares), squared_norm(trainer, mean)
+
+
+@contextmanager
+def _restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Outside, what the passes inside have counted into buffers (BatchNorm) is gone again."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
+
+
+# --- gradients of single batches
+
+
+def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
+    """Return the gradient of a batch of this rank's, unscaled; of a model in shares this rank's share of that of all ranks'."""
+
+    def loss() -> torch.Tensor:
+        with without_compilation(trainer.spec.train), worker_train_loop.autocast(trainer):
+            return trainer.call.compute_loss(trainer.parallel.module, batch)
+
+    if isinstance(trainer.parallel, Sharded):
+        return dict(sharding.sharded_gradients(loss, trainer.parallel))
+    parameters = [p for p in trainer.parallel.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(trainer.scaler.scale(loss()), parameters, allow_unused=True)
+    scale = float(trainer.scaler.get_scale())
+    tensors = ((p, tensor.float()) for p, tensor in zip(parameters, gradients, strict=True) if tensor is not None)
+    return {p: tensor if scale == 1 else tensor.div_(scale) for p, tensor in tensors}
+
+
+def squared_norm(trainer: Trainer, gradient: Gradient) -> float:
+    """Return the squared norm of the whole gradient; of shares every rank takes part."""
+    if isinstance(trainer.parallel, Sharded):
+        return float(sharding.sharded_squared_norm(list(gradient.values())))
+    pieces = (piece for tensor in gradient.values() for piece in tensor.flatten().split(_PIECE))
+    return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum().item())
+
+
+_PIECE = 2**20
+"""Elements that are held in twice their bytes at a time."""

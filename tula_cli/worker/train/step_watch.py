@@ -1,0 +1,150 @@
+"""Watches the steps of a training: what they take on every rank, and when that comes to another level.
+
+The ranks look together, where they meet anyway, about once a second: nothing waits for the device between two looks. The
+exposed synchronisation is sampled in the first steps after each look, for its hooks cost time.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.models.time.changes import Level, LevelDetector, StepSample
+from tula_cli.models.time.noise import trimmed_mean
+from tula_cli.run.records.results import StepParts
+from tula_cli.worker.device import Clock, Mark
+from tula_cli.worker.train.loop import Step, Trainer
+
+# --- Implicit synchronisations
+
+
+@dataclass
+class SynchronisationTimer:
+    """Times the exposed synchronisation of backward passes: last local gradient to the end of the reduction.
+
+    A hook on each parameter fires when its local gradient is there, before DDP reduces it; the last one to fire ends the
+    local work. Used on steps of its own, for the hooks cost time.
+    """
+
+    clock: Clock
+    model: nn.Module
+    last: Mark | None = None
+    exposed: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def __enter__(self) -> "SynchronisationTimer":
+        self._handles = [p.register_hook(self._gradient_ready) for p in self.model.parameters() if p.requires_grad]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _gradient_ready(self, _: torch.Tensor) -> None:
+        self.last = self.clock.mark()
+
+    def reduced(self) -> None:
+        """Call when backward has returned: on the CPU the reduction is over, on a GPU the stream waits for it."""
+        assert self.last is not None
+        self.exposed.append((self.last, self.clock.mark()))
+
+    def seconds(self) -> list[float]:
+        """Return the exposed synchronisation of each backward pass in seconds; waits for the device."""
+        return [self.clock.seconds(start, end) for start, end in self.exposed]
+
+    def median(self) -> float:
+        """Return the median exposed synchronisation in seconds."""
+        return statistics.median(self.seconds())
+
+
+# --- Samples of steps
+
+SAMPLED_STEPS = 3
+"""Steps after each look in which the synchronisation is timed."""
+
+
+class StepWatch:
+    """Follows the steps of one training on this rank.
+
+    Args:
+        trainer: whose steps these are.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.levels = LevelDetector()
+        self.steps: list[Step] = []  # since the last look
+        self.newest: StepParts | None = None
+        self._start_sampling()
+
+    @property
+    def can_separate_parts(self) -> bool:
+        """Whether computing and synchronisation can be told apart; compiled steps would be compiled anew for that."""
+        return isinstance(self.trainer.parallel, DistributedDataParallel) and not self.trainer.spec.train.compile
+
+    def _start_sampling(self) -> None:
+        """Begin a look at the trainer's position."""
+        trainer = self.trainer
+        self.steps, self.began = [], (trainer.position.samples, trainer.epoch, time.time())
+        self.spy = SynchronisationTimer(trainer.clock, trainer.parallel)
+        self.watching = self.can_separate_parts and trainer.ranks.world > 1 and not trainer.local_sgd
+        if self.watching:
+            self.spy.__enter__()
+            trainer.on_backward = self.spy.reduced
+
+    def _stop_sampling(self) -> None:
+        """Take the hooks off again."""
+        if self.watching:
+            self.watching = False
+            self.spy.__exit__()
+            self.trainer.on_backward = None
+
+    def restart(self) -> None:
+        """Forget the steps so far: those to come have another batch, and take another time for that."""
+        self._stop_sampling()
+        self.levels, self.newest = LevelDetector(), None
+        self._start_sampling()
+
+    def record_step(self, step: Step) -> None:
+        """Take the step that has just been made."""
+        self.steps.append(step)
+        if len(self.steps) == SAMPLED_STEPS:
+            self._stop_sampling()
+
+    def judge_steps(self) -> Level | None:
+        """Judge the steps since the last look; return a change of level, on rank 0 alone.
+
+        Every rank takes part, after the same step.
+        """
+        self._stop_sampling()
+        steps, spy, (passed, epoch, at) = self.steps, self.spy, self.began
+        local = self.trainer.local_sgd  # each rank's own steps: of another kind than those before
+        step_parts = None if local else self._slowest_parts(steps, spy)
+        self._start_sampling()
+        if step_parts is None or not self.trainer.ranks.is_first:
+            return None
+        self.newest = step_parts
+        return self.levels.add(StepSample(passed, epoch, at, step_parts))
+
+    def _slowest_parts(self, steps: Sequence[Step], spy: SynchronisationTimer) -> StepParts | None:
+        """Return what a step takes on the slowest rank; None where all of them did more than steps do."""
+        plain = [step for step in steps if not step.refreshed]
+        if not plain:
+            return None
+        seconds = self.trainer.clock.seconds
+        step_time = trimmed_mean([seconds(step.start, step.end) for step in plain])
+        data = trimmed_mean([seconds(step.start, step.loaded) for step in plain])
+        if not self.can_separate_parts:
+            (data,) = self.trainer.ranks.elementwise_max([data])
+            return StepParts(step=step_time, data=data, compute=None, sync=None)
+        if self.trainer.ranks.world == 1:
+            return StepParts(step=step_time, data=data, compute=step_time - data, sync=0.0)
+        pairs = list(zip(steps, spy.seconds(), strict=False))
+        plain_pairs = [pair for pair in pairs if not pair[0].refreshed] or pairs
+        sync = statistics.median(exposed for _, exposed in plain_pairs)
+        compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in plain_pairs)
+        data, compute, least = self.trainer.ranks.elementwise_max([data, compute, -sync])
+        return StepParts(step=step_time, data=data, compute=compute, sync=-least)

@@ -237,11 +237,11 @@ def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again
     assert attempt.outcome == "disk" and attempt.host
     assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
     assert "free where /dev/shm/gone is" in attempt.message
-    assert len(ranks.starts) == 1 and not (run.path / shortages.NAME).exists(), "it was given back"
+    assert len(ranks.starts) == 1 and not (run.path / shortages.RESERVE_NAME).exists(), "it was given back"
     told = error_of_training(training, [attempt], saved_samples=0)
     assert (told.exit_code, told.code) == (13, "disk")
     cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
-    assert run.training(training.signature).result() is not None and (run.path / shortages.NAME).exists()
+    assert run.training(training.signature).result() is not None and (run.path / shortages.RESERVE_NAME).exists()
 
 
 def test_ranks_that_could_not_write_why_they_ended_are_known_by_their_exit_code(

@@ -289,8 +289,8 @@ def test_keys_in_a_package_are_neither_copied_nor_in_the_diff(here: Path, run: R
 
 
 def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_selection, "MAX_FILE", 1000)
-    monkeypatch.setattr(code_selection, "MAX_FILES", 2500)
+    monkeypatch.setattr(code_selection, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(code_selection, "MAX_TOTAL_BYTES", 2500)
     monkeypatch.setattr(code_selection, "MAX_ENTRIES", 20)
     write(here, pack__init="", pack__big="#" * 3000, mine="import pack.big")
     for number in range(4):

@@ -92,7 +92,7 @@ def test_the_list_tells_a_run_of_a_newer_format_among_the_others(run: RunDir) ->
 
 def test_an_older_format_that_is_still_read_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_format, "FORMAT", 3)
-    run_format.require_known(run.path)
+    run_format.require_known_format(run.path)
     assert run.spec().name == "toy"
     monkeypatch.setattr(run_format, "OLDEST", 2)
     with pytest.raises(OtherFormat, match="reads format 2 to 3") as caught:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.run import file_changes
-from tula_cli.run.file_changes import identity, is_listed, wait_until_listed
+from tula_cli.run.file_changes import file_identity, is_listed, wait_until_listed
 
 
 def refused(*_: object) -> int:
@@ -19,13 +19,13 @@ def refused(*_: object) -> int:
 @pytest.mark.parametrize("call", ["as here", "none", "refused"])
 def test_the_answer_is_that_of_a_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     if call != "as here":
-        monkeypatch.setattr(file_changes, "_statx", lambda: refused if call == "refused" else None)
+        monkeypatch.setattr(file_changes, "_load_statx", lambda: refused if call == "refused" else None)
     file = tmp_path / "a file"
-    assert identity(file) is None
+    assert file_identity(file) is None
     file.write_text("")
     found = file.stat()
-    assert identity(file) == (found.st_ino, found.st_mtime_ns)
-    assert identity(file / "in a file") is None
+    assert file_identity(file) == (found.st_ino, found.st_mtime_ns)
+    assert file_identity(file / "in a file") is None
 
 
 def test_a_name_is_looked_for_in_its_folder(tmp_path: Path) -> None:

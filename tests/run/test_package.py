@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     (tmp_path / "a run").mkdir()
-    found = package.keep(tmp_path / "a run")
+    found = package.keep_package(tmp_path / "a run")
     assert found is not None
     return found
 
@@ -27,7 +27,7 @@ def python(program: str, place: Path | None, folder: Path, *arguments: object) -
     (folder / "installed/tula_cli").mkdir(parents=True, exist_ok=True)
     (folder / "installed/tula_cli/__init__.py").write_text("")
     (folder / "installed/tula_cli/version.py").write_text('__version__ = "9.9"\n')
-    environ = {**os.environ, "PYTHONPATH": package.first_in_path(place, str(folder / "installed"))}
+    environ = {**os.environ, "PYTHONPATH": package.prepend_to_path(place, str(folder / "installed"))}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, env=environ, cwd=folder, text=True, capture_output=True, check=True).stdout.strip()
 
@@ -46,9 +46,9 @@ def test_a_job_imports_the_tula_that_it_was_submitted_with(place: Path, tmp_path
 
 
 def test_the_archive_is_written_once_and_holds_all_of_tula(place: Path) -> None:
-    assert place == package.archive(place.parents[1])
+    assert place == package.package_archive(place.parents[1])
     before = place.stat()
-    package.keep(place.parents[1])
+    package.keep_package(place.parents[1])
     assert place.stat().st_mtime_ns == before.st_mtime_ns
     assert list(place.parent.iterdir()) == [place]
     names = {str(path.relative_to(ROOT)) for path in (ROOT / "tula_cli").rglob("*.py")}
@@ -62,7 +62,7 @@ def test_what_goes_with_scripts_is_copied_out_of_an_archive_too(place: Path, tmp
     program = (
         "import sys; from pathlib import Path; from tula_cli.cluster.scripts import methods;"
         "from tula_cli.run import package; run = Path(sys.argv[1]);"
-        "methods.copy_shim(run); methods.copy_optim(run); print(package.archive(run))"
+        "methods.copy_shim(run); methods.copy_optim(run); print(package.package_archive(run))"
     )
     assert python(program, place, tmp_path, tmp_path / "archive") == "None"
     left, right = (

@@ -22,13 +22,13 @@ from tula_cli.run.files import write_atomic
 from tula_cli.run import disk_space, shortages
 
 run = Path(sys.argv[1])
-told = {"empty": disk_space.refuses(run)}
-shortages.keep(run)
+told = {"empty": disk_space.missing_bytes(run)}
+shortages.keep_reserve(run)
 try:
     write_atomic(run / "large", bytes(2**20))
 except DiskFull as error:
     found = shortages.shortage_of(error)
-    told |= {"words": shortages.shortage_words(found), "missing": found.missing, "total": found.total}
+    told |= {"words": shortages.describe_shortage(found), "missing": found.missing, "total": found.total}
 (run / "ballast").open("wb")
 with open(run / "ballast", "ab", buffering=0) as ballast:
     try:
@@ -36,13 +36,13 @@ with open(run / "ballast", "ab", buffering=0) as ballast:
             ballast.write(bytes(4096))
     except OSError:
         pass
-told["full"] = disk_space.refuses(run)
+told["full"] = disk_space.missing_bytes(run)
 try:
     write_atomic(run / "ending.json", b"x" * 5000)
     told["before"] = True
 except DiskFull:
     told["before"] = False
-shortages.give_up(run)
+shortages.release_reserve(run)
 write_atomic(run / "ending.json", b"x" * 5000)
 told["after"] = (run / "ending.json").stat().st_size
 print(json.dumps(told))
@@ -58,7 +58,7 @@ def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tm
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout)
     assert (told["empty"], told["full"]) == (0, errno.ENOSPC)
-    assert told["total"] == 2**18 and told["missing"] == 2**20 - (2**18 - shortages.SIZE)
+    assert told["total"] == 2**18 and told["missing"] == 2**20 - (2**18 - shortages.RESERVE_BYTES)
     free = f"0.234 MiB of 0.250 MiB are free where {tmp_path} is"
     assert told["words"] == f"{free}, 1.00 MiB are needed, so 0.766 MiB are missing"
     assert (told["before"], told["after"]) == (False, 5000)
@@ -104,27 +104,27 @@ def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def used_up(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    assert disk_space.refuses(tmp_path, 2**16) == 0
+    assert disk_space.missing_bytes(tmp_path, 2**16) == 0
     monkeypatch.setattr(os, "posix_fallocate", used_up)  # the kernel's answer, which no mount here gives
-    assert disk_space.refuses(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
+    assert disk_space.missing_bytes(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
     monkeypatch.undo()
-    assert disk_space.refuses(tmp_path, 2**62) == errno.ENOSPC
+    assert disk_space.missing_bytes(tmp_path, 2**62) == errno.ENOSPC
 
 
 def test_what_a_process_said_tells_the_folder() -> None:
     said = "OSError: [Errno 28] No space left on device: '/dev/shm/x/model.pt'"
-    assert shortages.shortage_told(said, ()).folder == "/dev/shm/x"
-    quota = shortages.shortage_told("OSError: [Errno 122] Disk quota exceeded", [Path("/dev/shm")])
-    assert quota.quota and shortages.shortage_words(quota) == "the quota is used up where /dev/shm is"
+    assert shortages.parse_shortage(said, ()).folder == "/dev/shm/x"
+    quota = shortages.parse_shortage("OSError: [Errno 122] Disk quota exceeded", [Path("/dev/shm")])
+    assert quota.quota and shortages.describe_shortage(quota) == "the quota is used up where /dev/shm is"
 
 
 def test_a_file_system_without_files_left_is_told_so() -> None:
     found = Shortage(folder="/scratch", free=2**30, total=2**40, files_free=0)
-    assert "no more files" in shortages.shortage_words(found)
+    assert "no more files" in shortages.describe_shortage(found)
 
 
 def test_there_is_room_again(tmp_path: Path) -> None:
     before = Shortage(folder=str(tmp_path / "gone"), free=0, total=2**20, needed=2**12)
-    assert shortages.still_missing(before) is None
-    still = shortages.still_missing(before.model_copy(update={"needed": 2**61}))
+    assert shortages.remaining_shortage(before) is None
+    still = shortages.remaining_shortage(before.model_copy(update={"needed": 2**61}))
     assert still is not None and still.missing

@@ -113,7 +113,7 @@ def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(fo
     assert report.node_hours_at_most == pytest.approx(plan_probes(packed, inspection(), None).node_hours_at_most)
     assert "1.33 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.93
     each = check(spec(cluster={"kind": "slurm"}, search={"nodes": [1, 2, 4]}))
-    told = [next(line for line in show_check.check(r, {}) if " in " in str(line)) for r in (report, each)]
+    told = [next(line for line in show_check.render_check(r, {}) if " in " in str(line)) for r in (report, each)]
     assert told == [f"{report.probes} probes in 1 job", f"{report.probes} probes in 3 jobs"]
     assert check(spec(**of)).node_hours_at_most == pytest.approx(7 * 6 / 60)  # on this machine no node is idle
 
@@ -155,7 +155,7 @@ def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_kn
     assert (
         list(worth.shares.values()) == sorted(worth.shares.values()) and worth.shares["partial"] < worth.shares["full"]
     )
-    shown = "\n".join(str(line) for line in show_check.check(check(long, run=run), {}))
+    shown = "\n".join(str(line) for line in show_check.render_check(check(long, run=run), {}))
     assert "of the node-hours of the training (batch 512 on 1 node: " in shown
     assert not any("hardly worth" in warning for warning in check(long, run=run).warnings)
     told = [warning for warning in check(brief, run=run).warnings if "hardly worth" in warning]
@@ -164,7 +164,7 @@ def test_what_each_strategy_takes_beside_the_training_is_told_once_a_probe_is_kn
 
 def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
     report = check(spec())
-    shown = "\n".join(str(line) for line in show_check.check(report, {}))
+    shown = "\n".join(str(line) for line in show_check.render_check(report, {}))
     assert re.search(r"expected .* one job after the other, .* node-h where a step takes 0.1 s\nat most", shown)
 
 
@@ -368,7 +368,7 @@ def test_an_estimate_tells_what_data_takes_of_the_nodes_own_memory(found):
     assert (report.largest_row, report.loaders) == (64, 4)
     assert report.data.shared == 2 * (2 * 4 + 1) * 64 * MB  # two loaders, two batches a process, one in use
     assert any("up to 1.07 GiB in /dev/shm for each rank, at local batch 64 with 4 loader processes" in line
-               for line in show_estimate.estimate(report) if isinstance(line, str))  # fmt: skip
+               for line in show_estimate.render_estimate(report) if isinstance(line, str))  # fmt: skip
 
 
 def test_probes_of_the_job_correct_the_estimate(found):
@@ -866,7 +866,7 @@ def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
     run = RunDir.create(tmp_path, own)
     assert "it goes on from no checkpoint (no script.resume)" in check(own, run=run).interruption
     assert check(spec(), online=False).interruption == ""
-    text = "\n".join(str(part) for part in show_check.check(check(own, run=run), {}))
+    text = "\n".join(str(part) for part in show_check.render_check(check(own, run=run), {}))
     assert "checkpoints: it goes on from no checkpoint" in text
 
 

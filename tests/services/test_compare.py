@@ -38,7 +38,7 @@ from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
-from tula_cli.show.html.page import page
+from tula_cli.show.html.page import render_page
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
 
@@ -727,7 +727,7 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
     )
     launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
     steps = trainings.train_one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
-    told = [live.comparison(now) for now in itertools.islice(steps, 5)]
+    told = [live.describe_comparison(now) for now in itertools.islice(steps, 5)]
     assert ["waiting for another tula job" in text for text in told] == [False, False, False, True, True]
 
 
@@ -763,7 +763,7 @@ def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
     found = comparison_document.document_of_comparison(
         Part(None, run, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
     )
-    assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in page(found)
+    assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in render_page(found)
 
 
 def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
@@ -800,7 +800,7 @@ def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> 
         titles
     )
     plain = row(table(run, planned.comparison), "lbt", 256).metrics["perplexity"]
-    assert f"<td>{plain.mean:.3f}</td>" in page(found)
+    assert f"<td>{plain.mean:.3f}</td>" in render_page(found)
 
 
 def test_the_density_of_factors_lies_at_their_edges() -> None:
@@ -897,12 +897,12 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert (plain.gap, sqrt.gap, linear.gap) == pytest.approx((0.2, 0.1, 0.0))
     assert (sqrt.recovered, linear.recovered) == pytest.approx((0.5, 1.0))
     assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
-    shown = list(show_compare.compared(report, width=80, color=False))
+    shown = list(show_compare.render_comparison(report, width=80, color=False))
     assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
     found = compared_document.comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
     columns = [column.title for column in found.sections[0].tables[0].columns]
     assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
-    assert "<td>0.7050</td>" in page(found)
+    assert "<td>0.7050</td>" in render_page(found)
     assert list(report.frame()["acc_mean"]) == pytest.approx([found.metrics["acc"].mean for found in report.rows])
 
 
@@ -919,7 +919,7 @@ def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) ->
     )
     assert (report.complete, row(report, "lbt", 64).gap, row(report, "lbt", 64).seeds) == (True, None, 0)
     found = compared_document.comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
-    assert "<td>-</td>" in page(found)
+    assert "<td>-</td>" in render_page(found)
 
 
 def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
     assert report.unsettled is not None
     assert report.node_hours_at_most == pytest.approx(first_job.MINUTES / 60 + 1.1)
     assert not report.problems
-    assert any("first job" in line for line in show_check.check(report, {}) if isinstance(line, str))
+    assert any("first job" in line for line in show_check.render_check(report, {}) if isinstance(line, str))
     tight = services_check.check_all(spec(max_node_hours=0.1), inspector=world._inspect)
     over = "the job that builds the model and the dataset may take 0.200 node-hours, search.max_node_hours is 0.1"
     with pytest.raises(OverBudget, match=re.escape(over)):  # as profile says it

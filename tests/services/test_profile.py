@@ -258,7 +258,7 @@ def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: P
             told.append(next(waiting_for))
     assert not [event for event in told if isinstance(event, WarningEvent)], "the error says it"
     (job,) = next(event for event in told if isinstance(event, JobsProgress)).status.jobs
-    assert job.state == "failed" and why not in live._tail(job)
+    assert job.state == "failed" and why not in live._log_tail(job)
     plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
     with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
         profile.profile_report(run, plan)

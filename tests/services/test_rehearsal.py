@@ -111,9 +111,9 @@ def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) ->
     launcher = FakeLauncher()
     found = follow(resume_test.run_resume_test(run, spec(), lambda _: launcher), lambda _: None)
     assert (found.kept, found.resumes, launcher.submitted) == (True, "epoch", [])
-    shown = list(show_check.rehearsed(found))
+    shown = list(show_check.render_resume_test(found))
     assert shown[-1] == "script.resume.batch: rehearse, which is now epoch" and "it goes on" in shown
-    assert show_check.rehearsed_data(found)["resumes"] == "epoch"
+    assert show_check.resume_test_data(found)["resumes"] == "epoch"
     other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
     assert resume_test.load_finding(run, other, code()) is None, "it was another command line"
 

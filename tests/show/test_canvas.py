@@ -2,13 +2,13 @@ import re
 
 import pytest
 
-from tula_cli.show.plots import Curve, draw
+from tula_cli.show.plots import Curve, draw_curves
 
 TICKS = {0.0: "32", 1.0: "64", 2.0: "128"}
 
 
 def drawn(*curves: Curve, color: bool = False, width: int = 30) -> list[str]:
-    return draw("time (s)", curves, ticks=TICKS, label="batch", width=width, height=12, color=color).splitlines()
+    return draw_curves("time (s)", curves, ticks=TICKS, label="batch", width=width, height=12, color=color).splitlines()
 
 
 def test_points_stand_above_their_ticks_and_at_their_values():

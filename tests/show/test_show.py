@@ -262,7 +262,7 @@ def test_what_is_not_known_is_a_dash():
 
 def test_the_plot_keeps_the_width_and_names_every_curve():
     for width in (60, 80, 100):
-        lines = "\n".join(plots.plots(make.recommendation(), width=width, color=False)).splitlines()
+        lines = "\n".join(plots.render_plots(make.recommendation(), width=width, color=False)).splitlines()
         assert max(map(len, lines)) <= width
     assert lines[-1] == "o 1 node   x 2 nodes   O chosen"
     assert "\x1b" not in "".join(lines)
@@ -274,13 +274,13 @@ def test_the_plot_keeps_the_width_and_names_every_curve():
 
 
 def test_the_plot_is_coloured_only_when_asked():
-    assert "\x1b[" in "".join(plots.plots(make.recommendation(), width=80, color=True))
+    assert "\x1b[" in "".join(plots.render_plots(make.recommendation(), width=80, color=True))
 
 
 def test_one_batch_is_no_curve():
     row = make.prediction(1, 32)
     found = make.recommendation(choice=row, rows=(row,), runners_up=())
-    assert list(plots.plots(found, width=80, color=False)) == []
+    assert list(plots.render_plots(found, width=80, color=False)) == []
 
 
 # --- colour
@@ -586,7 +586,7 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
     expected = f"{name} queued: Resources, expected to start {words.moment(START + 600)}"
     assert expected in printed(show_status.status(now))
     shown = screen()
-    with show_live.live(shown) as live:
+    with show_live.live_display(shown) as live:
         live.update(now)
     assert f"expected to start {words.moment(START + 600)}" in shown.err.getvalue()
 
@@ -684,7 +684,7 @@ def test_the_list_of_runs(run):
 def test_one_line_a_change_where_nothing_can_be_drawn(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen()
-    with show_live.live(shown) as live:
+    with show_live.live_display(shown) as live:
         for _ in range(3):
             live.update(snapshot(run, {name: "running"}))
         make.add_measured(run, 2, 16)
@@ -700,7 +700,7 @@ def test_one_line_a_change_where_nothing_can_be_drawn(run):
 def test_a_training_run_says_a_line_an_epoch_and_a_warning_once(run):
     rows = make.metrics()
     shown = screen()
-    with show_live.live(shown) as live:
+    with show_live.live_display(shown) as live:
         for count in range(1, len(rows) + 1):
             train = make.add_training(run, rows=rows[:count])
             live.update(snapshot(run, {train: "running"}))
@@ -713,7 +713,7 @@ def test_a_training_run_says_a_line_an_epoch_and_a_warning_once(run):
 def test_draws_in_place_on_a_terminal(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(err=Terminal())
-    with show_live.live(shown) as live:
+    with show_live.live_display(shown) as live:
         live.update(snapshot(run, {name: "running"}))
     assert "\x1b[" in shown.err.getvalue()
     assert "probe-n002" in shown.err.getvalue()
@@ -725,7 +725,7 @@ def test_a_dumb_terminal_is_not_drawn_on(run, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(err=Terminal())
-    with show_live.live(shown) as live:
+    with show_live.live_display(shown) as live:
         live.update(snapshot(run, {name: "running"}))
     assert "\x1b" not in shown.err.getvalue()
 
@@ -733,7 +733,7 @@ def test_a_dumb_terminal_is_not_drawn_on(run, monkeypatch):
 def test_quiet_waiting_says_nothing(run):
     name = make.add_probes(run, 2, (16, 32))
     shown = screen(quiet=True)
-    with show_live.live(shown) as live:
+    with show_live.live_display(shown) as live:
         live.update(snapshot(run, {name: "running"}))
     assert shown.err.getvalue() == ""
 

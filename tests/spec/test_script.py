@@ -9,8 +9,8 @@ from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, program, render
 from tula_cli.spec.scripts.recognition import recognise
-from tula_cli.spec.scripts.script import Script, length_words, samples
-from tula_cli.spec.scripts.script import steps as steps_of
+from tula_cli.spec.scripts.script import Script, describe_length, script_samples
+from tula_cli.spec.scripts.script import script_steps as steps_of
 from tula_cli.spec.signature import signature, train_signature
 
 COMMAND = "train.py -b {local_batch} --lr {lr}"
@@ -358,8 +358,8 @@ def test_each_type_of_node_has_the_script() -> None:
 )
 def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], total: int, steps: int, words: str) -> None:
     script = section(length=length)
-    assert length_words(script) == words
-    assert samples(script, 1000) == total
+    assert describe_length(script) == words
+    assert script_samples(script, 1000) == total
     assert steps_of(script, 64, 1000) == steps
 
 

@@ -15,7 +15,7 @@ import typer
 from tula_cli.cli import check, clean, compare, diff, evaluate, export, profile, recommend, report, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.errors import DiskFull, SpecError, TulaError
-from tula_cli.run.disk_space import FULL
+from tula_cli.run.disk_space import FULL_DISK_ERRNOS
 from tula_cli.show.screen import Screen, spell_in_ascii
 from tula_cli.spec.old_keys import OldKeyWarning
 from tula_cli.version import __version__
@@ -166,7 +166,7 @@ def _failed(screen: Screen, error: TulaError) -> int:
 
 def _of_machine(error: OSError) -> TulaError | None:
     """Return what the machine lacks, where it is no defect of ours; whatever writes a file of a run says so itself."""
-    if error.errno in FULL:
+    if error.errno in FULL_DISK_ERRNOS:
         hint = "free some space there, or send the answer elsewhere, and run the same command again"
         return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
     if isinstance(error, FileNotFoundError) and _here_is_gone():

@@ -85,13 +85,13 @@ def init(
 
         made = _asking(screen, make)
         text = made.text
-        found, told = show_check.from_command(made, output)
+        found, told = show_check.describe_proposal(made, output)
         default, reason = default_train(made.recognised.script["command"])
         line = describe_method(default["method"], None, reason)
         warn_all(screen, made.warnings)
     write_atomic(output, with_schema(text, output), mode=MODE_FOR_ALL)
     if kind == "slurm":
-        screen.note(show_check.offered(offered))
+        screen.note(show_check.describe_site(offered))
     screen.note(line)
     screen.answer({"path": output, "kind": kind, "site": offered, "method_line": line, **found}, told)
     return None
@@ -138,7 +138,7 @@ def _write_hooks(screen: Screen, given: object, *, force: bool) -> None:
     if path.exists() and not force:
         raise SpecError(f"{path} is there already", "--force replaces it")
     write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"), mode=MODE_FOR_ALL)
-    screen.answer({"path": path}, show_check.hooks(path))
+    screen.answer({"path": path}, show_check.render_hooks(path))
 
 
 JobOrSite = Annotated[
@@ -245,7 +245,7 @@ def _check_job(
     inspect = inspector(screen, root, fresh=fresh)
     run = None if offline else run_of_job(root, spec)
     checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect, run=run)
-    screen.answer(*show_check.check_all(checked.reports, origins))
+    screen.answer(*show_check.render_checks(checked.reports, origins))
     for report in checked.reports.values():
         warn_all(screen, report.warnings)
     warn_all(screen, checked.left_out)
@@ -259,10 +259,10 @@ def _refuse_all(given: dict[str, bool], *, to: str) -> None:
 
 def _check_site(screen: Screen, file: Path | None, *, run_setup: bool) -> None:
     from tula_cli.services.site_check import check_site
-    from tula_cli.show.check import site_check
+    from tula_cli.show.check import render_site_check
 
     found = check_site(file, run_setup=run_setup)
-    screen.answer(found, site_check(found))
+    screen.answer(found, render_site_check(found))
     found.require_sound()
 
 
@@ -286,7 +286,7 @@ def _check_on_cluster(
         run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file
     )
     found = done(screen, work)
-    screen.answer(found, show_check.cluster_check(found))
+    screen.answer(found, show_check.render_cluster_check(found))
     warn_all(screen, found.warnings)
     found.require_sound(str(job))
 
@@ -313,7 +313,7 @@ def _rehearse(
     found = done(screen, work)
     if found.contradiction:
         screen.warn(found.contradiction)
-    screen.answer(show_check.rehearsed_data(found), show_check.rehearsed(found))
+    screen.answer(show_check.resume_test_data(found), show_check.render_resume_test(found))
     found.require_found(str(job))
     found.require_resumable(str(job), "mend its resume, and rehearse again")
 
@@ -353,7 +353,7 @@ def _check_memory(
     inspect = inspector(screen, root, fresh=fresh)
     run = run_of_job(root, spec)
     reports = service.estimate_all(run, spec, capacity=size, node_type=node_type, inspector=inspect)
-    screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.estimate))
+    screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.render_estimate))
 
 
 def _size(text: str) -> int:

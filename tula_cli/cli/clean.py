@@ -49,18 +49,18 @@ def clean(
         raise Pending(told, "tula cancel ends its jobs; or leave it out") if left.lives else BadMeasurements(told)
     if dry_run or not any(one.holdings for one in found):
         shown = (
-            show_clean.spaces(found, width=screen.width)
+            show_clean.render_spaces(found, width=screen.width)
             if found
             else [f"no run {'is that old' if older else 'is here'}"]
         )
-        return screen.answer(show_clean.data(found, None), shown)
-    screen.aside(show_clean.spaces(found, width=screen.width))
+        return screen.answer(show_clean.clean_data(found, None), shown)
+    screen.aside(show_clean.render_spaces(found, width=screen.width))
     if not _confirmed(screen, yes=yes):
-        return screen.answer(show_clean.data(found, None), ["nothing was freed"])
+        return screen.answer(show_clean.clean_data(found, None), ["nothing was freed"])
     done = service.free_space(found)
     for problem in done.problems:
         screen.warn(f"not all was freed of {problem}")
-    return screen.answer(show_clean.data(found, done), show_clean.cleaned(done))
+    return screen.answer(show_clean.clean_data(found, done), show_clean.describe_cleaned(done))
 
 
 def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
@@ -78,13 +78,13 @@ def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[Run
         if root != RUNS and not root.is_dir():
             raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
         every = RunDir.all(root.absolute())
-        own = [run for run in every if not owner.other(run.path)]
+        own = [run for run in every if not owner.other_owner(run.path)]
         if len(own) < len(every):
             screen.note(f"{len(every) - len(own)} of {len(every)} runs are other users', and left out")
         return own
     found = {(run := find_run(screen, one, root)).path.resolve(): run for one in named}
     for run in found.values():
-        run_format.require_known(run.path)
+        run_format.require_known_format(run.path)
         owner.require_own(run.path)
     return list(found.values())
 

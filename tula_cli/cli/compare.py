@@ -117,7 +117,7 @@ def _dry_run(screen: Screen, prepared: "PreparedComparison", own: "Dependencies"
         "hours_left": plan.hours_left,
         "scripts": scripts,
     }
-    screen.answer(data, show_compare.compare_plan(plan, scripts=scripts))
+    screen.answer(data, show_compare.render_compare_plan(plan, scripts=scripts))
 
 
 def _words(text: str | None) -> tuple[str, ...]:
@@ -146,12 +146,14 @@ def _answer(
     """Answer with the table, and write the page."""
     report = found.report
     screen.status = "done" if report.complete else "pending" if found.active else "partial"
-    screen.answer(report, show_compare.compared(report, width=screen.width, color=screen.colored))
+    screen.answer(report, show_compare.render_comparison(report, width=screen.width, color=screen.colored))
     warn_all(screen, report.warnings)
     if html is not None:
         from tula_cli.run.files import MODE_FOR_ALL, write_atomic
         from tula_cli.services.reporting.comparison_document import document_of_comparison
-        from tula_cli.show.html.page import page
+        from tula_cli.show.html.page import render_page
 
-        write_atomic(html, page(document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL)
+        write_atomic(
+            html, render_page(document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL
+        )
         screen.note(f"wrote {words.near(html)}")

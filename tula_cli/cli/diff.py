@@ -22,10 +22,10 @@ def diff(
     Whatever differs, the exit code is 0; --json has it in `data`.
     """
     from tula_cli.services.diff import compare_runs
-    from tula_cli.show.diff import run_difference
+    from tula_cli.show.diff import render_difference
 
     before, after = find_run(screen, a, root), find_run(screen, b, root)
     screen.run_id = before.id
     found = compare_runs(before, after)
-    screen.answer(found, run_difference(found))
+    screen.answer(found, render_difference(found))
     warn_all(screen, found.warnings)

@@ -54,18 +54,18 @@ def export(
     trackers = service.asked(run.spec(), to or [], uri=uri, project=project)
     reports = partial(report_files, page=_page())
     found = done(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
-    screen.answer(found, show_export.exported(found))
+    screen.answer(found, show_export.describe_exports(found))
     service.require_sent(found)
 
 
 def _page() -> "Callable[[Document], str] | None":
     """Return what draws a report's page; None without a matplotlib that works, where its Markdown alone is sent."""
     from tula_cli.show.html.figures import require_matplotlib
-    from tula_cli.show.html.page import page
+    from tula_cli.show.html.page import render_page
 
     try:
         require_matplotlib()
     except SpecError:
         return None
 
-    return page
+    return render_page

@@ -65,7 +65,7 @@ def report(
     text = _text(document, to_stdout)
     written = _write(document, html, svg, csv)
     if text is None:
-        screen.answer({"report": document, "written": written}, show_report.overview(document, written=written))
+        screen.answer({"report": document, "written": written}, show_report.render_overview(document, written=written))
         return
     if screen.as_json:
         screen.answer({"report": document, "text": text, "written": written}, ())
@@ -114,9 +114,9 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
 
     found: dict[Path, str] = {}
     if html is not None:
-        from tula_cli.show.html.page import page
+        from tula_cli.show.html.page import render_page
 
-        found[html] = page(document)
+        found[html] = render_page(document)
     if svg is not None:
         from tula_cli.show.html.figures import figure_svg
 

@@ -131,7 +131,7 @@ def open_run(
         screen.overrides = (*screen.overrides, *(overrides or ()))
         spec = load_with_overrides(run, overrides or ())
         if (found := config_drift(run, spec, overrides or ())) is not None:
-            screen.warn(check.config_drift(found, screen.command))
+            screen.warn(check.describe_config_drift(found, screen.command))
         return run, spec
     spec = load(job, overrides)
     run = run_of_job(root, spec)
@@ -171,7 +171,7 @@ def _edited(screen: Screen, run: "RunDir", found: "ConfigDrift") -> SpecError:
     what = "cannot be used" if found.problem else f"says otherwise ({', '.join(found.changes)})"
     return SpecError(
         f"{name} {what}, and nothing tells which settings to train with; nothing was started",
-        f"the file's: {check.with_file(found, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
+        f"the file's: {check.describe_file_use(found, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
     )
 
 

@@ -56,7 +56,7 @@ def list_(screen: Screen, root: Root = RUNS) -> None:
 
     if root != RUNS and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
-    if told := owner.left_out(root.absolute() / name for name in files.list_names(root.absolute())):
+    if told := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(told)
     found = listing.list_runs(root.absolute())
     screen.answer(found, show_status.runs(found, width=screen.width) if found else [f"no run under {root}"])

@@ -56,7 +56,7 @@ class _Shown:
 
     def _live(self) -> show_live.Live:
         if self.live is None:
-            self.live = self.drawn.enter_context(show_live.live(self.screen))
+            self.live = self.drawn.enter_context(show_live.live_display(self.screen))
         return self.live
 
 
@@ -69,7 +69,7 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
         case events.WarningEvent(text):
             screen.warn(text)
         case events.NodeCheckProgress(task, state):
-            screen.note(show_check.check_state(task, state))
+            screen.note(show_check.describe_check_state(task, state))
         case events.ProfilePlanned(plans) | events.FirstJobPlanned(plans):
             screen.aside(show_profile.plans(plans))
         case events.TrainPlanned(plan, links):
@@ -77,7 +77,7 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
         case events.EvaluationPlanned(task):
             screen.aside(show_train.evaluation_plan(task))
         case events.ComparePlanned(compared):
-            screen.aside(show_compare.compare_plan(compared))
+            screen.aside(show_compare.render_compare_plan(compared))
 
 
 def dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":

@@ -34,7 +34,7 @@ from tula_cli.host.leftovers import MARK_VARIABLE, GpuMemory, kill_leftovers
 from tula_cli.host.network import node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_run_gone
-from tula_cli.run.package import upgraded
+from tula_cli.run.package import describe_upgrade
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.spec.signature import cluster_signature
@@ -133,7 +133,7 @@ class RunningAttempt:
         except JobFailed as error:  # of a script: no such network interface here
             return self._not_started_reason(f"{error.message}; {error.hint}")
         with self.spawner.output.write_into(self.run, log) as output:
-            messages = filter(None, [upgraded(self.run.job(self.task.job), __version__)])
+            messages = filter(None, [describe_upgrade(self.run.job(self.task.job), __version__)])
             output.write(
                 "".join(f"tula: {line}\n" for line in (*messages, *self._clean_up_earlier_attempts(starts))).encode()
             )

@@ -227,7 +227,7 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     Raises:
         SchedulerError: it was refused, or nobody answered and nothing is in the queue.
     """
-    package.keep(run.path.resolve())
+    package.keep_package(run.path.resolve())
     id_ = scheduler.submit(run.write_script(job.name, text), job)
     if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # classes of users are not type-checked
         raise SchedulerError(

@@ -23,13 +23,13 @@ from tula_cli.host.failures import (
 )
 from tula_cli.host.network import node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.disk_space import FULL, SILENT, refuses
+from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, missing_bytes
 from tula_cli.run.files import write_error
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Shortage
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import Task
-from tula_cli.run.shortages import shortage_of, shortage_told, shortage_words
+from tula_cli.run.shortages import describe_shortage, parse_shortage, shortage_of
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -69,7 +69,7 @@ class ExitReason:
     def disk_full(cls, shortage: Shortage, *, rank: int | None = None, host: str = "") -> "ExitReason":
         """Return the reason that a full disk is, with the folder and what is missing there."""
         problem = "disk quota exceeded" if shortage.quota else "no space left on device"
-        return cls("disk", f"{problem}: {shortage_words(shortage)}", rank, host, shortage)
+        return cls("disk", f"{problem}: {describe_shortage(shortage)}", rank, host, shortage)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def reason_of_own_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankE
 def _is_disk_full(run: RunDir, task: Task, exited: RankExit) -> bool:
     """Return whether ranks that could not write down why they ended did so for that very reason."""
     exited_by_worker = task.spec.script is None and exited.exit_code == DiskFull.exit_code
-    return exited_by_worker or bool(refuses(run.path))
+    return exited_by_worker or bool(missing_bytes(run.path))
 
 
 def add_disk_shortage(run: RunDir, task: Task, reason: ExitReason, text: str) -> ExitReason:
@@ -145,7 +145,7 @@ def add_disk_shortage(run: RunDir, task: Task, reason: ExitReason, text: str) ->
         return replace(reason, outcome="device_oom", message=f"{reason.message} (under cluster.memory_per_gpu)")
     if reason.outcome != "disk":
         return reason
-    shortage = reason.shortage or shortage_told(f"{reason.message}\n{text}", (run.path, Path(task.workdir)))
+    shortage = reason.shortage or parse_shortage(f"{reason.message}\n{text}", (run.path, Path(task.workdir)))
     return ExitReason.disk_full(shortage, rank=reason.rank, host=reason.host)
 
 
@@ -273,7 +273,7 @@ def record_supervisor_failure(run: RunDir, died: Callable[[Exception], None]) ->
 
 def as_named_error(error: Exception, run: RunDir) -> Exception:
     """Return an error of the file system that nobody has named yet as the one that it is to the user; any other as it is."""
-    if isinstance(error, OSError) and error.errno in (*FULL, *SILENT):
+    if isinstance(error, OSError) and error.errno in (*FULL_DISK_ERRNOS, *IO_ERRNOS):
         name = error.filename if isinstance(error.filename, str) else ""
         return write_error(Path(name) if name else run.path / "logs", error)
     return error

@@ -11,12 +11,12 @@ from tula_cli.cluster.schedulers import scheduler_of
 from tula_cli.errors import DiskFull, SchedulerError
 from tula_cli.host.failures import advice
 from tula_cli.run.directory import RunDir
-from tula_cli.run.disk_space import size_of
+from tula_cli.run.disk_space import file_size
 from tula_cli.run.records.base import ModelStates
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.shortages import shortage, shortage_words, still_missing
+from tula_cli.run.shortages import describe_shortage, measure_shortage, remaining_shortage
 
 
 def hold_chain(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
@@ -47,13 +47,13 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     """
     if last_attempt is None or last_attempt.outcome != "disk":
         return
-    before = last_attempt.shortage or shortage(run.path)
+    before = last_attempt.shortage or measure_shortage(run.path)
     if before.needed is None and Path(before.folder).resolve().is_relative_to(run.path.resolve()):
         before = before.model_copy(update={"needed": _checkpoint_bytes(run, last_attempt)})
-    missing = still_missing(before)
+    missing = remaining_shortage(before)
     if missing is not None:
         raise DiskFull(
-            f"there is still no room: {shortage_words(missing)}",
+            f"there is still no room: {describe_shortage(missing)}",
             advice("disk"),
             folder=missing.folder,
             quota=missing.quota,
@@ -84,7 +84,7 @@ def _checkpoint_bytes(run: RunDir, last_attempt: Attempt) -> int | None:
     training = run.training(task.signature)
     of_script = training.script_progress()
     saved = training.checkpoints() if of_script is None else [Path(of_script.checkpoint)]
-    sizes = [size_of(path) for path in saved]
+    sizes = [file_size(path) for path in saved]
     if not any(sizes):
         probes = [states.memory for states in run.read().results if isinstance(states, Measured)]
         sizes = [states.parameters + states.optimizer for states in probes if isinstance(states, ModelStates)]

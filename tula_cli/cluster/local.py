@@ -131,7 +131,7 @@ def environment_with_package(run: Path | None = None) -> dict[str, str]:
     path = os.pathsep.join([package_root, os.environ.get("PYTHONPATH", "")])
     return {
         **os.environ,
-        "PYTHONPATH": package.first_in_path(None if run is None else package.keep(run.resolve()), path),
+        "PYTHONPATH": package.prepend_to_path(None if run is None else package.keep_package(run.resolve()), path),
     }
 
 

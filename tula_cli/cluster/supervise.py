@@ -125,7 +125,7 @@ def require_known_format(run: Path, allocation: Allocation) -> None:
         TulaError: what tells the format cannot be read.
     """
     try:
-        run_format.require_known(run)
+        run_format.require_known_format(run)
     except OtherFormat:
         waiting = _later_jobs(run, allocation.job_id) if allocation.is_leader and not allocation.is_local else ()
         if waiting:  # each would end like this one, and the chain would be gone in a minute
@@ -281,7 +281,7 @@ class Supervisor:
 
     def record_own_failure(self, error: Exception, task_id: str) -> None:
         """Write down what has failed in this supervisor itself, so that nobody takes it for one that was killed."""
-        shortages.give_up(self.run.path)
+        shortages.release_reserve(self.run.path)
         task, attempt = self._under_way or (newest_task(self.run, task_id), None)
         reason = reason_of_error(error, self.run, task)
         if reason.outcome == "storage" and self._prompt and time.time() < self.since + MAX_SECONDS:
@@ -341,7 +341,7 @@ class Supervisor:
             if isinstance(task, TrainTask) and task.stages and not self.allocation.has_nodes(task.nodes):
                 self._release_small_links(task)
                 return  # the first link with as many nodes goes on
-            shortages.keep(self.run.path)
+            shortages.keep_reserve(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
             attempt = self._with_trainings(attempt)
             self._under_way = (task, attempt)
@@ -396,7 +396,7 @@ class Supervisor:
     def _reconsider(self, task: Task, attempt: Attempt, reason: ExitReason, earlier: Sequence[Attempt]) -> ExitReason:
         """Return why an attempt ended, where the chain has to stop with what was done about that."""
         if reason.outcome == "disk":
-            shortages.give_up(self.run.path)  # to write that down
+            shortages.release_reserve(self.run.path)  # to write that down
             return hold_chain(reason, self._later_links(task), self.allocation.scheduler)
         if not isinstance(task, TrainTask):
             return reason

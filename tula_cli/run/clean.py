@@ -24,7 +24,7 @@ RESUMED_FROM = 2
 
 
 @dataclass(frozen=True)
-class Wish:
+class CleanPolicy:
     """What is to be freed beside what nobody needs."""
 
     keep_best: bool = False  # of finished trainings the best weights alone stay: they cannot be resumed any more
@@ -32,7 +32,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Holding:
+class RemovableFile:
     """A file or folder that may go."""
 
     kind: Kind
@@ -40,7 +40,7 @@ class Holding:
     size: int  # bytes on the disk
 
 
-def size_of(path: Path) -> tuple[int, float]:
+def size_and_time(path: Path) -> tuple[int, float]:
     """Return the bytes on the disk of all that a file or folder holds, and when the newest of it was written (Unix time)."""
     size, newest, ahead = 0, 0.0, [path]
     while ahead:
@@ -54,55 +54,61 @@ def size_of(path: Path) -> tuple[int, float]:
     return size, newest
 
 
-def parts(run: Path) -> list[Path]:
+def part_folders(run: Path) -> list[Path]:
     """Return the folders of all that was ever measured and trained in a run: its own, of its node types, of its lengths."""
     found = [run]
     for folder in found:
-        found += [inner for name in ("types", "lengths") for inner in _folders(folder / name)]
+        found += [inner for name in ("types", "lengths") for inner in _list_folders(folder / name)]
     return found
 
 
-def holdings(part: Path, wish: Wish) -> Iterator[Holding]:
+def removable_files(part: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
     """Yield what may go of one of a run's folders, while no job of it lives.
 
     Raises:
         BadMeasurements: what tells whether a training is over is damaged.
     """
-    for training in _folders(part / "train"):
-        yield from _of_training(TrainingRun(part, training.name), wish)
-    for attempt in _folders(part / "script"):
+    for training in _list_folders(part / "train"):
+        yield from _removable_of_training(TrainingRun(part, training.name), wish)
+    for attempt in _list_folders(part / "script"):
         out = attempt / "out"
         if _PROBE_OUT.fullmatch(attempt.name) and _is_folder(out):
-            yield _holding("scratch", out)
+            yield _removable_file("scratch", out)
         elif _REHEARSAL.fullmatch(attempt.name):
-            yield _holding("scratch", attempt)
+            yield _removable_file("scratch", attempt)
 
 
-def _of_training(training: TrainingRun, wish: Wish) -> Iterator[Holding]:
+def _removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator[RemovableFile]:
     folder = training.path / "checkpoints"
     entries = _entries(folder) if _is_folder(folder) else {}
     whole = [name for name, mode in entries.items() if CHECKPOINT.fullmatch(name) and _as_written(name, mode)]
     if whole:
         over = training.result() is not None
         gone = over and training.signature in wish.compared
-        kept = set() if gone else _kept(training, sorted(whole, reverse=True), over=over, keep_best=wish.keep_best)
+        kept = (
+            set()
+            if gone
+            else _kept_checkpoints(training, sorted(whole, reverse=True), over=over, keep_best=wish.keep_best)
+        )
         for name in sorted(set(whole) - kept):
-            yield _holding("compared" if gone else "checkpoints", folder / name)
+            yield _removable_file("compared" if gone else "checkpoints", folder / name)
     for name, mode in sorted(entries.items()):
         if stat.S_ISLNK(mode):
             continue
         if _DAMAGED.fullmatch(name):
-            yield _holding("damaged", folder / name)
+            yield _removable_file("damaged", folder / name)
         elif DRAFT.fullmatch(name):
-            yield _holding("drafts", folder / name)
+            yield _removable_file("drafts", folder / name)
     for name, mode in sorted(_entries(training.path).items()):
         if _LINK_DRAFT.fullmatch(name) and stat.S_ISLNK(mode):
-            yield _holding("drafts", training.path / name)
+            yield _removable_file("drafts", training.path / name)
 
 
-def _kept(training: TrainingRun, whole: list[str], *, over: bool, keep_best: bool) -> set[str]:
+def _kept_checkpoints(training: TrainingRun, whole: list[str], *, over: bool, keep_best: bool) -> set[str]:
     """Return the checkpoints, newest first in `whole`, that stay."""
-    best, last = ({target} & set(whole) for target in map(_target, (training.path / "best", training.path / "last")))
+    best, last = (
+        {target} & set(whole) for target in map(_link_target, (training.path / "best", training.path / "last"))
+    )
     if over:
         return best if keep_best and best else best | (last or {whole[0]})
     tuning = training.tuning()
@@ -111,7 +117,7 @@ def _kept(training: TrainingRun, whole: list[str], *, over: bool, keep_best: boo
     return {*whole[:RESUMED_FROM], *best, *last}
 
 
-def _target(link: Path) -> str:
+def _link_target(link: Path) -> str:
     """Return the checkpoint that a link of tula's names; empty where there is none."""
     try:
         target = link.readlink()
@@ -120,7 +126,7 @@ def _target(link: Path) -> str:
     return target.name if target.parent == Path("checkpoints") else ""
 
 
-def free(holding: Holding) -> None:
+def remove_file(holding: RemovableFile) -> None:
     """Remove it; what names it goes first. Where this is interrupted, the next call ends it.
 
     Raises:
@@ -130,7 +136,7 @@ def free(holding: Holding) -> None:
     try:
         if holding.kind in ("checkpoints", "compared"):
             for link in (path.parent.parent / "best", path.parent.parent / "last"):
-                if _target(link) == path.name:
+                if _link_target(link) == path.name:
                     link.unlink(missing_ok=True)
         if not _is_folder(path):
             path.unlink(missing_ok=True)
@@ -138,21 +144,21 @@ def free(holding: Holding) -> None:
         if CHECKPOINT.fullmatch(path.name):  # half of it must not look like a whole one
             doomed = path.with_name(f".{path.name}.old")
             if _is_folder(doomed):
-                _drop(doomed)
+                _remove_folder(doomed)
             path = path.rename(doomed)
-        _drop(path)
+        _remove_folder(path)
     except FileNotFoundError:  # it went by itself
         return
     except OSError as error:
         raise CannotWrite(f"cannot remove {error.filename or path}: {error.strerror}") from error
 
 
-def _drop(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _holding(kind: Kind, path: Path) -> Holding:
-    return Holding(kind, path, size_of(path)[0])
+def _removable_file(kind: Kind, path: Path) -> RemovableFile:
+    return RemovableFile(kind, path, size_and_time(path)[0])
 
 
 def _as_written(name: str, mode: int) -> bool:
@@ -169,7 +175,7 @@ def _entries(folder: Path) -> dict[str, int]:
         return {}
 
 
-def _folders(folder: Path) -> list[Path]:
+def _list_folders(folder: Path) -> list[Path]:
     """Return the folders in a folder, by name, without links; none where that is a link itself."""
     found = _entries(folder) if _is_folder(folder) else {}
     return [folder / name for name, mode in sorted(found.items()) if stat.S_ISDIR(mode)]

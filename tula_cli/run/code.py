@@ -17,12 +17,19 @@ from pathlib import Path
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code_selection
 from tula_cli.run import format as run_format
-from tula_cli.run.code_selection import Selection, behind_imports, beyond, entries
+from tula_cli.run.code_selection import Selection, list_entries, select_imported_files, selection_warnings
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import make_folder, publish_folder
 from tula_cli.run.imports import Source, digest_of_files, files_of_imports, import_strings, weights_digest, with_weights
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
-from tula_cli.run.script_files import NoCommandFile, label, modules_of, of_script, remarks, words_of
+from tula_cli.run.script_files import (
+    NoCommandFile,
+    command_label,
+    module_names,
+    script_warnings,
+    select_script_files,
+    split_command,
+)
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 
@@ -34,7 +41,7 @@ def code_digest(spec: JobSpec, workdir: Path) -> str:
         SpecError: a file cannot be read.
     """
     if spec.script is not None:
-        script_files = of_script(spec.script, workdir)
+        script_files = select_script_files(spec.script, workdir)
         return digest_of_files(script_files.modules, script_files.base, start=script_files.start)
     return with_weights(digest_of_files(files_of_imports(spec, workdir), workdir), weights_digest(spec))
 
@@ -51,7 +58,7 @@ def run_of_job(root: Path, spec: JobSpec) -> RunDir:
         OtherFormat: the run is there, in a format of another tula.
     """
     run = RunDir.of(root.absolute(), spec, code=code_digest(spec, Path.cwd()))
-    run_format.require_known(run.path)
+    run_format.require_known_format(run.path)
     return run
 
 
@@ -61,7 +68,7 @@ def select_code(spec: JobSpec, workdir: Path) -> Selection:
     Raises:
         SpecError: a script's command names a file that is not there.
     """
-    return behind_imports(spec, workdir) if spec.script is None else of_script(spec.script, workdir)
+    return select_imported_files(spec, workdir) if spec.script is None else select_script_files(spec.script, workdir)
 
 
 # --- the snapshot
@@ -85,7 +92,7 @@ def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool)
 def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
     own = measured_snapshot(run) if run is not None else None
     if spec.script is not None and spec.script.code == "none":
-        return Source(workdir, "", warnings=remarks(spec.script, workdir))
+        return Source(workdir, "", warnings=script_warnings(spec.script, workdir))
     try:
         selection = select_code(spec, workdir)
     except NoCommandFile:
@@ -111,13 +118,13 @@ def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: 
 
 
 def _code_warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[str, ...]:
-    return (*(remarks(spec.script, workdir) if spec.script else ()), *beyond(selection))
+    return (*(script_warnings(spec.script, workdir) if spec.script else ()), *selection_warnings(selection))
 
 
 def describe_user_code(spec: JobSpec) -> str:
     """Return the user's own code in words."""
     if spec.script is not None:
-        return f"the code of {label(spec.script.command)}"
+        return f"the code of {command_label(spec.script.command)}"
     return f"the code behind {', '.join(import_strings(spec))}"
 
 
@@ -146,7 +153,7 @@ def _signature_of(run: RunDir) -> str:
 
 def _is_installed(spec: JobSpec) -> bool:
     """Return whether one of the spec's modules can be found elsewhere; importing its top package is not needed."""
-    modules = import_strings(spec) if spec.script is None else modules_of(words_of(spec.script.command))
+    modules = import_strings(spec) if spec.script is None else module_names(split_command(spec.script.command))
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
     for top in tops:
         try:
@@ -208,7 +215,7 @@ def _snapshot_record(selection: Selection, name: str, source: Source) -> CodeSna
         [file.relative_to(base) for file in files] for files in (selection.modules, selection.others)
     )
     copied = [*modules, *other_files] if selection.exact else [Path(module.parts[0]) for module in modules]
-    commit, dirty, diff = code_selection.state(base, copied)
+    commit, dirty, diff = code_selection.repository_state(base, copied)
     return CodeSnapshot(
         name=name,
         digest=source.digest,
@@ -228,7 +235,7 @@ def _snapshot_record(selection: Selection, name: str, source: Source) -> CodeSna
 def _link_the_rest(draft: Path, base: Path, folders: Iterable[Path]) -> None:
     """Link what was not copied, for code that finds files by its own `__file__`: data, weights, large files."""
     for folder in folders:
-        for entry in entries(base / folder) or ():
+        for entry in list_entries(base / folder) or ():
             link = draft / folder / entry.name
             if not link.exists():
                 link.symlink_to(entry)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tula_cli.errors import TulaError
 from tula_cli.run.imports import files_of_imports, import_roots, is_foreign, source_file
-from tula_cli.run.secrets import is_key, is_private
+from tula_cli.run.secrets import is_key_file, is_private_file
 from tula_cli.spec.job import JobSpec
 
 # --- Git
@@ -21,7 +21,7 @@ GIT_TIMEOUT = 10.0  # seconds
 LISTING_TIMEOUT = 60.0  # of a listing, without which there is no telling what the code is
 
 
-def files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
+def tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
     """Return the repository that a folder is in, and its files: whether git tracks each, or has not been told to ignore it.
 
     Repositories inside of it count as its own files. What is listed need not exist; None where there is no repository.
@@ -32,25 +32,25 @@ def files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
     Raises:
         TulaError: git takes too long.
     """
-    top = _git(folder, "rev-parse", "--show-toplevel").rstrip("\n")
-    return (Path(top), _files(Path(top))) if top else None
+    top = _run_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")
+    return (Path(top), _list_tracked_files(Path(top))) if top else None
 
 
-def _files(top: Path) -> dict[Path, bool]:
+def _list_tracked_files(top: Path) -> dict[Path, bool]:
     found: dict[Path, bool] = {}
     for options, tracked in ((["--others", "--exclude-standard"], False), (["--cached"], True)):
-        for name in filter(None, _listing(top, *options).split("\0")):
+        for name in filter(None, _run_listing(top, *options).split("\0")):
             path = top / name
             if (path / ".git").exists():  # a submodule, or another checkout
-                found.update(_files(path))
+                found.update(_list_tracked_files(path))
             else:
                 found[path] = tracked
     return found
 
 
-def _listing(top: Path, *options: str) -> str:
+def _run_listing(top: Path, *options: str) -> str:
     try:
-        return _asked(top, "ls-files", "-z", *options, timeout=LISTING_TIMEOUT)
+        return _git_output(top, "ls-files", "-z", *options, timeout=LISTING_TIMEOUT)
     except subprocess.TimeoutExpired:
         # Without them the code would be taken for other code.
         raise TulaError(
@@ -61,18 +61,18 @@ def _listing(top: Path, *options: str) -> str:
         return ""
 
 
-def state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
+def repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
     """Return (commit, whether the paths differ from it, how, but for private files); empty where there is no repository.
 
     Args:
         base: a folder of the repository.
         paths: files and folders, relative to it.
     """
-    commit = _git(base, "rev-parse", "--verify", "HEAD").strip()
+    commit = _run_git(base, "rev-parse", "--verify", "HEAD").strip()
     if not commit:
         return "", False, ""
-    asked = [f":(literal){path}" for path in _of_this_repository(base, paths)]
-    dirty = bool(_git(base, "status", "--porcelain", "--", *asked).strip())
+    asked = [f":(literal){path}" for path in _paths_in_repository(base, paths)]
+    dirty = bool(_run_git(base, "status", "--porcelain", "--", *asked).strip())
     diff = _diff(base, asked)
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n[cut: {len(diff) - MAX_DIFF} more characters]\n"
@@ -82,13 +82,13 @@ def state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
 def _diff(base: Path, asked: Sequence[str]) -> str:
     """Return how paths differ from the commit, without files that may hold secrets: a package's folder is asked for whole."""
     options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
-    changed = [name for name in _git(base, "diff", "--name-only", "-z", *options, *asked).split("\0") if name]
-    private = [f":(exclude,literal){name}" for name in changed if is_private(Path(name))]
+    changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *asked).split("\0") if name]
+    private = [f":(exclude,literal){name}" for name in changed if is_private_file(Path(name))]
     # Where the names are not told, neither is what is in them.
-    return _git(base, "diff", *options, *asked, *private) if len(changed) > len(private) else ""
+    return _run_git(base, "diff", *options, *asked, *private) if len(changed) > len(private) else ""
 
 
-def _of_this_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
+def _paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
     """Return the paths, with a repository inside of this one in place of its files, of which this one knows none."""
     inside: dict[Path, Path | None] = {Path(): None}
 
@@ -101,15 +101,15 @@ def _of_this_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
     return sorted({str(holder(path.parent) or path) for path in paths})
 
 
-def _git(folder: Path, *arguments: str) -> str:
+def _run_git(folder: Path, *arguments: str) -> str:
     """Return what git prints; empty where it fails."""
     try:
-        return _asked(folder, *arguments, timeout=GIT_TIMEOUT)
+        return _git_output(folder, *arguments, timeout=GIT_TIMEOUT)
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
-def _asked(folder: Path, *arguments: str, timeout: float) -> str:
+def _git_output(folder: Path, *arguments: str, timeout: float) -> str:
     done = subprocess.run(
         ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments],
         stdin=subprocess.DEVNULL,
@@ -123,9 +123,9 @@ def _asked(folder: Path, *arguments: str, timeout: float) -> str:
 
 # --- Selection
 
-MAX_FILE = 1_000_000  # bytes of a file of a package that is no module the spec leads to
-MAX_FILES = 20_000_000  # bytes of all of them together
-MAX_COUNT = 2000
+MAX_FILE_BYTES = 1_000_000  # bytes of a file of a package that is no module the spec leads to
+MAX_TOTAL_BYTES = 20_000_000  # bytes of all of them together
+MAX_FILE_COUNT = 2000
 MAX_ENTRIES = 1000
 """A folder that holds more is data: it is not looked through."""
 
@@ -147,7 +147,7 @@ class Selection:
     exact: bool = False  # git is asked of these files alone: what lies beside them may be secret
 
 
-def behind_imports(spec: JobSpec, workdir: Path) -> Selection:
+def select_imported_files(spec: JobSpec, workdir: Path) -> Selection:
     """Return what a snapshot of the spec's code holds: the modules, and of packages their other small files.
 
     A package's other files are copied because it may read them, or import them in ways that no statement tells.
@@ -159,12 +159,12 @@ def behind_imports(spec: JobSpec, workdir: Path) -> Selection:
     others: list[Path] = []
     left_out: list[Path] = []
     keys: list[Path] = []
-    for package in _packages(modules, workdir):
-        _survey(package, set(modules), others, left_out, keys)
+    for package in _packages_of(modules, workdir):
+        _survey_package(package, set(modules), others, left_out, keys)
     return Selection(workdir, roots, modules, tuple(others), tuple(left_out), keys=tuple(keys))
 
 
-def _packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
+def _packages_of(modules: Iterable[Path], workdir: Path) -> list[Path]:
     """Return the outermost folders with an __init__.py among the modules' folders."""
     found: dict[Path, None] = {}
     for module in modules:
@@ -175,22 +175,24 @@ def _packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
     return list(found)
 
 
-def _survey(package: Path, modules: set[Path], others: list[Path], left_out: list[Path], keys: list[Path]) -> None:
+def _survey_package(
+    package: Path, modules: set[Path], others: list[Path], left_out: list[Path], keys: list[Path]
+) -> None:
     """Sort a package's other files into those that a snapshot copies, those beyond its bounds, and keys, by folders."""
     total, waiting = sum(file.stat().st_size for file in others), deque([package])
     while waiting:
         folder = waiting.popleft()
-        inside = entries(folder)
-        if inside is None or len(others) >= MAX_COUNT or total >= MAX_FILES:
+        inside = list_entries(folder)
+        if inside is None or len(others) >= MAX_FILE_COUNT or total >= MAX_TOTAL_BYTES:
             left_out.append(folder)
             continue
         waiting.extend(entry for entry in inside if entry.is_dir() and not entry.is_symlink())
         plain = [entry for entry in inside if entry.is_file() and entry not in modules]
-        keys.extend(entry for entry in plain if is_key(entry))
-        plain = [entry for entry in plain if not is_key(entry)]
+        keys.extend(entry for entry in plain if is_key_file(entry))
+        plain = [entry for entry in plain if not is_key_file(entry)]
         for entry in sorted(plain, key=lambda entry: entry.suffix != ".py"):
             size = entry.stat().st_size
-            beyond = size > MAX_FILE or total + size > MAX_FILES or len(others) >= MAX_COUNT
+            beyond = size > MAX_FILE_BYTES or total + size > MAX_TOTAL_BYTES or len(others) >= MAX_FILE_COUNT
             if beyond or not os.access(entry, os.R_OK):
                 left_out.append(entry)
             else:
@@ -198,7 +200,7 @@ def _survey(package: Path, modules: set[Path], others: list[Path], left_out: lis
                 total += size
 
 
-def entries(folder: Path) -> list[Path] | None:
+def list_entries(folder: Path) -> list[Path] | None:
     """Return what a folder holds that may be the user's, by name; None where that is too much, or not to be read."""
     try:
         with os.scandir(folder) as scan:
@@ -211,29 +213,29 @@ def entries(folder: Path) -> list[Path] | None:
     return [path for path in paths if not (path.is_dir() and is_foreign(path))]
 
 
-def beyond(selection: Selection) -> tuple[str, ...]:
+def selection_warnings(selection: Selection) -> tuple[str, ...]:
     """Say what the snapshot cannot hold, and what that means."""
     told = []
     if selection.left_out:
         told.append(
-            f"{listed(selection.left_out, selection.base)}: too large for the snapshot of the code"
-            f" ({MAX_FILE // 10**6} MB a file, {MAX_FILES // 10**6} MB and {MAX_COUNT} files in all), so it is linked, not"
+            f"{describe_paths(selection.left_out, selection.base)}: too large for the snapshot of the code"
+            f" ({MAX_FILE_BYTES // 10**6} MB a file, {MAX_TOTAL_BYTES // 10**6} MB and {MAX_FILE_COUNT} files in all), so it is linked, not"
             " copied: a change to it reaches jobs submitted before"
         )
     if selection.keys:
         told.append(
-            f"{listed(selection.keys, selection.base)}: may hold keys by the name, so it is linked, not copied: a change to it"
+            f"{describe_paths(selection.keys, selection.base)}: may hold keys by the name, so it is linked, not copied: a change to it"
             " reaches jobs submitted before, and makes no other run"
         )
-    crowded = [folder for folder in {module.parent for module in selection.modules} if entries(folder) is None]
+    crowded = [folder for folder in {module.parent for module in selection.modules} if list_entries(folder) is None]
     if crowded:
         told.append(
-            f"{listed(crowded, selection.base)}: more than {MAX_ENTRIES} files beside the code; in a job they are found"
+            f"{describe_paths(crowded, selection.base)}: more than {MAX_ENTRIES} files beside the code; in a job they are found"
             f" by their path from {selection.base}, not by the code's own __file__"
         )
     return tuple(told)
 
 
-def listed(paths: Sequence[Path], base: Path) -> str:
+def describe_paths(paths: Sequence[Path], base: Path) -> str:
     names = [str(path.relative_to(base)) for path in paths]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -25,7 +25,7 @@ from tula_cli.run.files import (
     write_record,
 )
 from tula_cli.run.lock import SubmissionLock
-from tula_cli.run.owner import other, require_own, require_run
+from tula_cli.run.owner import other_owner, require_own, require_run
 from tula_cli.run.records.inspections import ClusterReport
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
@@ -164,7 +164,7 @@ class RunDir:
         spec = spec.without_bill()  # it is asked for by each command
         parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
         parsed_spec.write_spec(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
-        if not other(self.path.parent / LATEST):  # of those who share the folder another has named theirs
+        if not other_owner(self.path.parent / LATEST):  # of those who share the folder another has named theirs
             write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
     @classmethod
@@ -186,7 +186,7 @@ class RunDir:
             SpecError: there is none.
             TulaError: `root` cannot be read.
         """
-        latest = "" if other(root / LATEST) else read_text(root / LATEST)
+        latest = "" if other_owner(root / LATEST) else read_text(root / LATEST)
         return cls(parsed_spec.newest_run(root, latest))
 
     @classmethod

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from tula_cli import words
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """What the kernel says of a full file system, and of a quota that is used up."""
-SILENT = (
+IO_ERRNOS = (
     *(errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
     *(errno.ENXIO, errno.ENOLINK, errno.ECOMM, errno.EROFS),
 )
 """Error numbers of a file system that did not answer, has lost a file or takes no writes: NFS, Lustre, FUSE, a dying disk."""
-LEAST = 2**16
+MIN_FREE_BYTES = 2**16
 """Bytes that the small files of a run need."""
 
 
-def measured(folder: Path) -> os.statvfs_result | None:
+def disk_statistics(folder: Path) -> os.statvfs_result | None:
     """Return what the file system of a folder has, which need not be there yet; None where it does not say."""
     there = next((place for place in (folder, *folder.parents) if place.exists()), None)
     with contextlib.suppress(OSError):
@@ -27,23 +27,23 @@ def measured(folder: Path) -> os.statvfs_result | None:
     return None
 
 
-def free(found: os.statvfs_result) -> int:
+def free_bytes(found: os.statvfs_result) -> int:
     """Return the bytes that this user may still write."""
     return found.f_bavail * found.f_frsize
 
 
-def free_words(folder: Path) -> str:
+def describe_free_space(folder: Path) -> str:
     """Return what is free where a folder is, in words; empty where nobody tells."""
-    found = measured(folder)
+    found = disk_statistics(folder)
     if found is None:
         return ""
     if found.f_files and not found.f_favail:
         return f"no more files, of {found.f_files}, can be made on the file system of {folder}"
     total = words.amount(found.f_blocks * found.f_frsize)
-    return f"{words.amount(free(found))} of {total} are free on the file system of {folder}"
+    return f"{words.amount(free_bytes(found))} of {total} are free on the file system of {folder}"
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder; 0 where there is none."""
     files = [path, *path.rglob("*")] if path.is_dir() else [path]
     found = 0
@@ -53,24 +53,24 @@ def size_of(path: Path) -> int:
     return found
 
 
-def refuses(folder: Path, needed: int = LEAST) -> int:
-    """Return why a file of so many bytes cannot be written now, as an error number of `FULL`; 0 where it can.
+def missing_bytes(folder: Path, needed: int = MIN_FREE_BYTES) -> int:
+    """Return why a file of so many bytes cannot be written now, as an error number of `FULL_DISK_ERRNOS`; 0 where it can.
 
     It is tried: no call tells a quota. The file is given its blocks and removed, and nothing is written into it where the
     file system knows how to do that.
     """
-    found = measured(folder)
-    if found is not None and free(found) < needed:
+    found = disk_statistics(folder)
+    if found is not None and free_bytes(found) < needed:
         return errno.ENOSPC
     try:
         handle, name = tempfile.mkstemp(prefix=".room.", dir=folder)
     except OSError as error:
-        return error.errno if error.errno in FULL else 0
+        return error.errno if error.errno in FULL_DISK_ERRNOS else 0
     try:
         os.posix_fallocate(handle, 0, max(1, needed))
         os.fsync(handle)
     except OSError as error:
-        return error.errno if error.errno in FULL else 0
+        return error.errno if error.errno in FULL_DISK_ERRNOS else 0
     finally:
         os.close(handle)
         with contextlib.suppress(OSError):

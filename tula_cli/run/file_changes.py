@@ -16,7 +16,6 @@ from tula_cli.run.files import list_names, make_folder, write_record
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-
 # --- Reads that see the newest state
 #
 # NFS and FUSE keep for up to a minute what a file's attributes are, where a name leads, and that a name leads nowhere. One call
@@ -25,24 +24,28 @@ if TYPE_CHECKING:
 
 MAX_ATTRIBUTE_LAG = 60.0
 """Seconds after which a file that another machine has written shows up at the latest."""
-_HERE = -100  # AT_FDCWD
-_ASK = 0x2000  # AT_STATX_FORCE_SYNC
-_BASIC = 0x7FF  # STATX_BASIC_STATS
-_SIZE = 256  # bytes of a struct statx
+_AT_FDCWD = -100  # AT_FDCWD
+_AT_STATX_FORCE_SYNC = 0x2000  # AT_STATX_FORCE_SYNC
+_STATX_BASIC_STATS = 0x7FF  # STATX_BASIC_STATS
+_STATX_BYTES = 256  # bytes of a struct statx
 _INODE, _MODIFIED = 32, 112  # bytes before these fields
-_REFUSED = (errno.ENOSYS, errno.EPERM, errno.EINVAL)  # by kernels before 4.11, and by containers that do not know it
+_REFUSED_ERRNOS = (
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EINVAL,
+)  # by kernels before 4.11, and by containers that do not know it
 
 
-def identity(path: Path) -> tuple[int, int] | None:
+def file_identity(path: Path) -> tuple[int, int] | None:
     """Return inode and time of the last change (ns) of a file or folder, by one call; None where there is none to see."""
-    call = _statx()
+    call = _load_statx()
     if call is not None:
-        buffer = ctypes.create_string_buffer(_SIZE)
-        if call(_HERE, os.fsencode(path), _ASK, _BASIC, buffer) == 0:
+        buffer = ctypes.create_string_buffer(_STATX_BYTES)
+        if call(_AT_FDCWD, os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, buffer) == 0:
             (inode,) = struct.unpack_from("Q", buffer, _INODE)
             seconds, nanoseconds = struct.unpack_from("qI", buffer, _MODIFIED)
             return inode, seconds * 10**9 + nanoseconds
-        if ctypes.get_errno() not in _REFUSED:
+        if ctypes.get_errno() not in _REFUSED_ERRNOS:
             return None
     try:
         plain = path.stat()
@@ -59,7 +62,7 @@ def is_listed(path: Path) -> bool:
     Raises:
         TulaError: the folder cannot be read, or its file system does not answer.
     """
-    identity(path.parent)
+    file_identity(path.parent)
     return path.name in list_names(path.parent)
 
 
@@ -79,7 +82,7 @@ def wait_until_listed(path: Path, *, within: float = MAX_ATTRIBUTE_LAG) -> bool:
 
 
 @cache
-def _statx() -> Callable[..., int] | None:
+def _load_statx() -> Callable[..., int] | None:
     """Return the C library's call; None where it has none (before glibc 2.28, and elsewhere than on Linux)."""
     try:
         function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).statx
@@ -124,7 +127,7 @@ def write_with_news(run: Path, name: str, record: "BaseModel") -> None:
 
 def news_state(run: Path) -> tuple[int, int] | None:
     """Return what changes when something is told (by one stat); None where there is nothing to see."""
-    return identity(run / _NAME)
+    return file_identity(run / _NAME)
 
 
 def prepare_folders(run: Path, *others: str) -> None:

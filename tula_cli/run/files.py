@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError
-from tula_cli.run.disk_space import FULL, SILENT, free_words
-from tula_cli.run.owner import REFUSED, not_yours
+from tula_cli.run.disk_space import FULL_DISK_ERRNOS, IO_ERRNOS, describe_free_space
+from tula_cli.run.owner import ACCESS_ERRNOS, ownership_error
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
@@ -134,8 +134,8 @@ def _open_new(draft: Path, mode: int) -> BinaryIO:
 def write_error(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
     """Return what an error in writing a file (of so many bytes, where that is known) is to the user."""
     message = f"cannot write {path}: {error.strerror}"
-    if error.errno in FULL:
-        free, quota = free_words(path.parent), error.errno == errno.EDQUOT
+    if error.errno in FULL_DISK_ERRNOS:
+        free, quota = describe_free_space(path.parent), error.errno == errno.EDQUOT
         return DiskFull(
             f"{message}{f' ({free})' if free and not quota else ''}",
             "free some space and run the same command again; nothing is lost",
@@ -143,9 +143,9 @@ def write_error(path: Path, error: OSError, *, needed: int | None = None) -> Tul
             quota=quota,
             needed=needed,
         )
-    if error.errno in SILENT:
+    if error.errno in IO_ERRNOS:
         return StorageFailed(message, NO_ANSWER)
-    not_yours_error = not_yours(path, change=True) if error.errno in REFUSED else None
+    not_yours_error = ownership_error(path, change=True) if error.errno in ACCESS_ERRNOS else None
     return not_yours_error or CannotWrite(message, _other_folder_hint(path))
 
 
@@ -203,10 +203,10 @@ def is_regular(path: Path | str) -> bool:
 
 def read_error(path: Path, error: OSError) -> TulaError:
     message = f"cannot read {path}: {error.strerror}"
-    if error.errno in SILENT:
+    if error.errno in IO_ERRNOS:
         return StorageFailed(message, NO_ANSWER)
-    if error.errno in REFUSED:
-        return not_yours(path) or TulaError(message, f"let yourself read it: chmod u+r {path}")
+    if error.errno in ACCESS_ERRNOS:
+        return ownership_error(path) or TulaError(message, f"let yourself read it: chmod u+r {path}")
     return TulaError(message)
 
 

@@ -14,7 +14,7 @@ OLDEST = 1
 _NAME = "format"
 
 
-def write(run: Path) -> None:
+def write_format(run: Path) -> None:
     """Write down the format of a new run, and which tula made it.
 
     Raises:
@@ -23,7 +23,7 @@ def write(run: Path) -> None:
     files.write_atomic(run / _NAME, f"{FORMAT} tula {__version__}\n")
 
 
-def require_known(run: Path) -> None:
+def require_known_format(run: Path) -> None:
     """See that a run is in a format that this tula reads. One that does not say is of the first, or is yet to be made.
 
     Raises:

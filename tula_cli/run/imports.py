@@ -20,7 +20,7 @@ from tula_cli.spec.job import JobSpec
 
 # --- Weights named in a job file
 
-PART = 2**20  # bytes read at a time
+CHUNK_BYTES = 2**20  # bytes read at a time
 
 
 def weights_digest(spec: JobSpec) -> str:
@@ -51,7 +51,7 @@ def file_digest(name: str) -> str:
         if not is_regular(path):
             raise SpecError(f"model.weights: {name} is no regular file", "name a file, or a folder of shares")
         found = path.stat()
-        return _digest(path, (found.st_size, found.st_mtime_ns))
+        return _digest_of_content(path, (found.st_size, found.st_mtime_ns))
     except OSError as error:
         raise SpecError(
             f"model.weights: cannot read {name}: {error.strerror}", f"it is looked for in {Path.cwd()}"
@@ -59,10 +59,10 @@ def file_digest(name: str) -> str:
 
 
 @functools.lru_cache
-def _digest(path: Path, _stamp: tuple[int, int]) -> str:
+def _digest_of_content(path: Path, _stamp: tuple[int, int]) -> str:
     found = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(PART):
+        while part := file.read(CHUNK_BYTES):
             found.update(part)
     return found.hexdigest()
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tula_cli.errors import NotYours, SpecError
 
-REFUSED = (errno.EACCES, errno.EPERM)
+ACCESS_ERRNOS = (errno.EACCES, errno.EPERM)
 """What the kernel says of what one has no right to."""
 _RUN = "spec.yaml"
 
 
-def other(path: Path) -> str:
+def other_owner(path: Path) -> str:
     """Return the name of the user whose a file or folder is; empty where it is one's own, or cannot be seen."""
     try:
         found = path.lstat()
@@ -23,7 +23,7 @@ def other(path: Path) -> str:
         return ""
     if found.st_uid == os.geteuid() or _gives_all_to(found.st_uid, path):
         return ""
-    return _name(found.st_uid)
+    return _user_name(found.st_uid)
 
 
 def require_own(run: Path) -> None:
@@ -32,8 +32,8 @@ def require_own(run: Path) -> None:
     Raises:
         NotYours: it is another user's.
     """
-    if whose := other(run):
-        raise _not_yours(run, whose, "change")
+    if whose := other_owner(run):
+        raise _ownership_error(run, whose, "change")
 
 
 def require_run(path: Path) -> None:
@@ -47,20 +47,22 @@ def require_run(path: Path) -> None:
     try:
         found = path.stat()
         is_run = stat.S_ISDIR(found.st_mode) and stat.S_ISREG((path / _RUN).stat().st_mode)
-        refused = is_run and not all(_may(place, how) for place, how in ((path, readable), (path / _RUN, os.R_OK)))
+        refused = is_run and not all(
+            _has_access(place, how) for place, how in ((path, readable), (path / _RUN, os.R_OK))
+        )
     except PermissionError:
         is_run = refused = True
     except OSError:
         is_run = refused = False
     if refused:
-        raise not_yours(path / _RUN) or SpecError(f"no permission to read {path}", f"chmod -R u+rwX {path}")
+        raise ownership_error(path / _RUN) or SpecError(f"no permission to read {path}", f"chmod -R u+rwX {path}")
     if not path.exists():
         raise SpecError(f"no such run directory: {path}", "tula list shows the runs there are")
     if not is_run:
         raise SpecError(f"not a run directory: {path} (it holds no {_RUN})", "tula list shows the runs there are")
 
 
-def not_yours(path: Path, *, change: bool = False) -> NotYours | None:
+def ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
     """Return why a file of a run cannot be read, or written, where that is since another user has it; else None.
 
     Args:
@@ -72,24 +74,24 @@ def not_yours(path: Path, *, change: bool = False) -> NotYours | None:
             mode = place.lstat().st_mode
         except OSError:  # not there, or in a folder that nobody else may look into
             continue
-        closed = stat.S_ISDIR(mode) and not _may(place, os.R_OK | os.X_OK)
-        if (whose := other(place)) and (closed or _in_a_run(place)):
-            return _not_yours(place, whose, "change" if change else "read")
+        closed = stat.S_ISDIR(mode) and not _has_access(place, os.R_OK | os.X_OK)
+        if (whose := other_owner(place)) and (closed or _is_in_run(place)):
+            return _ownership_error(place, whose, "change" if change else "read")
         return None
     return None
 
 
-def left_out(folders: Iterable[Path]) -> str:
+def describe_left_out_runs(folders: Iterable[Path]) -> str:
     """Say which of these folders are not looked into, since their users alone may; empty where there are none."""
-    closed = [folder for folder in folders if not _may(folder, os.X_OK) and folder.is_dir()]
-    found = [whose for folder in closed if (whose := other(folder))]
+    closed = [folder for folder in folders if not _has_access(folder, os.X_OK) and folder.is_dir()]
+    found = [whose for folder in closed if (whose := other_owner(folder))]
     if not found:
         return ""
     runs = "a run" if len(found) == 1 else f"{len(found)} runs"
     return f"left out: {runs} of {', '.join(sorted(set(found)))}, not open to you"
 
 
-def _not_yours(path: Path, whose: str, what: str) -> NotYours:
+def _ownership_error(path: Path, whose: str, what: str) -> NotYours:
     return NotYours(
         f"{path} belongs to {whose}: you may not {what} it",
         f"ask {whose}, or train in a run of your own: --run-dir DIR names another folder for runs"
@@ -98,11 +100,11 @@ def _not_yours(path: Path, whose: str, what: str) -> NotYours:
     )
 
 
-def _in_a_run(place: Path) -> bool:
+def _is_in_run(place: Path) -> bool:
     return any(os.path.exists(folder / _RUN) for folder in (place, *place.parents))  # noqa: PTH110 - raises nothing
 
 
-def _may(path: Path, how: int) -> bool:
+def _has_access(path: Path, how: int) -> bool:
     return os.access(path, how, effective_ids=os.access in os.supports_effective_ids)
 
 
@@ -116,7 +118,7 @@ def _gives_all_to(user: int, path: Path) -> bool:
         return False
 
 
-def _name(user: int) -> str:
+def _user_name(user: int) -> str:
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:

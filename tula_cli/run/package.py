@@ -20,7 +20,7 @@ _SAME_DATE = (1980, 1, 1, 0, 0, 0)
 
 
 @functools.cache
-def _code() -> Mapping[str, bytes]:
+def _package_code() -> Mapping[str, bytes]:
     """Return the sources of this tula by their names in an archive; none where it was imported from one itself."""
     return {
         f"{_PACKAGE.name}/{path.relative_to(_PACKAGE)}": path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))
@@ -28,20 +28,20 @@ def _code() -> Mapping[str, bytes]:
 
 
 @functools.cache
-def _name() -> str:
+def _archive_name() -> str:
     found = hashlib.sha256()
-    for name, content in _code().items():
+    for name, content in _package_code().items():
         found.update(f"{name}\0{len(content)}\0".encode() + content)
     return f"tula-{__version__}-{found.hexdigest()[:8]}.zip"
 
 
-def archive(run: Path) -> Path | None:
+def package_archive(run: Path) -> Path | None:
     """Return the place of this tula's archive in a run, absolute; None where this tula was imported from one itself."""
-    return run.absolute() / "code" / _name() if _code() else None
+    return run.absolute() / "code" / _archive_name() if _package_code() else None
 
 
-def keep(run: Path) -> Path | None:
-    """Write the archive, where it is not there yet; return its place as `archive` does.
+def keep_package(run: Path) -> Path | None:
+    """Write the archive, where it is not there yet; return its place as `package_archive` does.
 
     Raises:
         TulaError: it cannot be written.
@@ -49,16 +49,16 @@ def keep(run: Path) -> Path | None:
 
     def save(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as made:
-            for name, content in _code().items():
+            for name, content in _package_code().items():
                 made.writestr(zipfile.ZipInfo(name, _SAME_DATE), content, zipfile.ZIP_DEFLATED)
 
-    place = archive(run)
+    place = package_archive(run)
     if place is not None and not place.exists():
         write_atomic(place, save)
     return place
 
 
-def first_in_path(place: Path | None, path: str = "") -> str:
+def prepend_to_path(place: Path | None, path: str = "") -> str:
     """Return PYTHONPATH with an archive first; where that is gone when a job starts, what is installed by then is imported."""
     found = [*([str(place)] if place is not None else []), *filter(None, path.split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(found))
@@ -66,13 +66,13 @@ def first_in_path(place: Path | None, path: str = "") -> str:
 
 def shell_lines(run: Path) -> list[str]:
     """Have a job's shell import the tula that it is submitted with, after whatever its set-up has put into the path."""
-    place = archive(run.resolve())
+    place = package_archive(run.resolve())
     if place is None:
         return []
     return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
 
 
-def upgraded(job: Job | None, ran_with: str) -> str:
+def describe_upgrade(job: Job | None, ran_with: str) -> str:
     """Say that a job runs with another tula than it was submitted with; empty where it does not, or nobody knows.
 
     Args:
@@ -84,8 +84,8 @@ def upgraded(job: Job | None, ran_with: str) -> str:
     return f"{job.id} was submitted with tula {job.tula}, and goes on with tula {ran_with}, which reads the same format"
 
 
-def upgrades(look: Snapshot) -> tuple[str, ...]:
+def list_upgrades(look: Snapshot) -> tuple[str, ...]:
     """Return the same of each job of a run, by its newest attempt."""
     newest: dict[str, Attempt] = {job.id: found[-1] for job in look.jobs if (found := look.attempts_of(job.id))}
-    told = (upgraded(job, newest[job.id].tula) for job in look.jobs if job.id in newest)
+    told = (describe_upgrade(job, newest[job.id].tula) for job in look.jobs if job.id in newest)
     return tuple(filter(None, told))

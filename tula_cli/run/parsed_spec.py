@@ -40,9 +40,9 @@ def write_spec(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str
         OtherFormat: the run is there, in a format of another tula.
         TulaError: they cannot be written.
     """
-    run_format.require_known(run)
+    run_format.require_known_format(run)
     if changed_at(run) is None:
-        run_format.write(run)
+        run_format.write_format(run)
     files.write_atomic(run / _YAML, yaml)
     files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_digest(yaml.encode()), spec, parts))) + "\n")
 
@@ -54,7 +54,7 @@ def read_spec(run: Path) -> ParsedSpec | None:
         OtherFormat: the run is in a format of another tula.
         TulaError: a file cannot be read.
     """
-    run_format.require_known(run)
+    run_format.require_known_format(run)
     try:
         parsed = ParsedSpec(**json.loads(files.read_content(run / _JSON)))
         return parsed if parsed.digest == _digest(files.read_content(run / _YAML)) else None
@@ -85,14 +85,14 @@ def newest_run(root: Path, latest: str) -> Path:
         SpecError: there is none.
         TulaError: `root` cannot be read.
     """
-    if changed_at(root / latest) is not None and not owner.other(root / latest):
+    if changed_at(root / latest) is not None and not owner.other_owner(root / latest):
         return root / latest
     runs_found = list_run_folders(root)
     if not runs_found:
-        others_text = owner.left_out(root / name for name in files.list_names(root))
+        others_text = owner.describe_left_out_runs(root / name for name in files.list_names(root))
         message = f"no run under {root}{others_text and f' ({others_text})'}"
         raise SpecError(message, "start one with tula profile job.yaml, or name one with --run DIR")
-    return next((run for run in runs_found if not owner.other(run)), runs_found[0])
+    return next((run for run in runs_found if not owner.other_owner(run)), runs_found[0])
 
 
 def changed_at(run: Path) -> int | None:

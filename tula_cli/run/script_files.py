@@ -25,14 +25,14 @@ from tula_cli.run.imports import (
     source_file,
 )
 from tula_cli.run.records.tasks import CodeSnapshot
-from tula_cli.run.secrets import CODE, is_key
+from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
 from tula_cli.spec.scripts.placeholders import fill, names
 from tula_cli.spec.scripts.script import Script
 
 # --- The file that a command names
 
-SHELL = (".sh", ".bash")
-SCRIPTS = (".py", *SHELL)
+SHELL_SUFFIXES = (".sh", ".bash")
+SCRIPT_SUFFIXES = (".py", *SHELL_SUFFIXES)
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _SHELL = re.compile(r"(ba|da|k|z)?sh")
 _PYTHON_INLINE, _PYTHON_MODULE = re.compile(r"-[bBdEhiIOqsSuvx]*c"), re.compile(r"-[bBdEhiIOqsSuvx]*m")
@@ -59,24 +59,24 @@ class Program:
 # --- which it is
 
 
-def words_of(command: str) -> list[str]:
+def split_command(command: str) -> list[str]:
     """Return the words of a command before its placeholders have values; empty ones for those that hold any."""
     return ["" if names(word) else fill(word, {}) for word in shlex.split(command)]
 
 
-def label(command: str) -> str:
+def command_label(command: str) -> str:
     """Return the word of a command by which people know what it runs."""
-    words = words_of(command)
-    named = [word for word in words if word.endswith(SCRIPTS)]
-    return next(iter(named or modules_of(words)[-1:]), words[0]) or command
+    words = split_command(command)
+    named = [word for word in words if word.endswith(SCRIPT_SUFFIXES)]
+    return next(iter(named or module_names(words)[-1:]), words[0]) or command
 
 
-def modules_of(words: Sequence[str]) -> list[str]:
+def module_names(words: Sequence[str]) -> list[str]:
     """Return what a command runs by -m."""
-    return [words[position] for position, role in _roles(words) if role is _Role.MODULE]
+    return [words[position] for position, role in _word_roles(words) if role is _Role.MODULE]
 
 
-def program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | None = None) -> Program | None:
+def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | None = None) -> Program | None:
     """Return what a command runs of the user's own; None where that is an installed program, or cannot be told.
 
     It is the first word that names a file ending in .py, .sh or .bash, or what python or a shell is given to run, or the
@@ -91,24 +91,24 @@ def program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | None =
         SpecError: there is no file of that name.
     """
     home, lenient = workdir.resolve(), False
-    for position, role in _roles(words):
+    for position, role in _word_roles(words):
         word = words[position]
         if role is _Role.MODULE:
-            if found := _module(word, home, sys.path[1:] if path is None else path):
+            if found := _find_module(word, home, sys.path[1:] if path is None else path):
                 return found
             # What the options of an installed program name need not be there yet.
             lenient = lenient or word.partition(".")[0] not in _LAUNCHERS
         elif role is _Role.INLINE or (role is _Role.RUN and _is_unknown(word, home)):
             return None
-        elif word and (file := _file(word, role, home)):
+        elif word and (file := _find_file(word, role, home)):
             if not _is_installed(file, home):
                 return Program(file, file.parent)
-        elif not lenient and (role is _Role.RUN or word.endswith(SCRIPTS)):
-            raise _missing(f"{word} is not in {home}")
+        elif not lenient and (role is _Role.RUN or word.endswith(SCRIPT_SUFFIXES)):
+            raise _missing_file_error(f"{word} is not in {home}")
     return None
 
 
-def _missing(what: str) -> NoCommandFile:
+def _missing_file_error(what: str) -> NoCommandFile:
     return NoCommandFile(
         f"script.command: {what}",
         "call tula where the command runs, or name the file as it is there; with script.code: none it need only be there for"
@@ -125,7 +125,7 @@ class _Role(Enum):
     WORD = auto()
 
 
-def _roles(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
+def _word_roles(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
     """Yield the position of each word and what it is."""
     python = shell = False  # what it runs is yet to come
     ahead: _Role | None = None
@@ -148,14 +148,14 @@ def _roles(words: Sequence[str]) -> Iterator[tuple[int, _Role]]:
         yield position, role
 
 
-def _file(word: str, role: _Role, home: Path) -> Path | None:
+def _find_file(word: str, role: _Role, home: Path) -> Path | None:
     """Return the file that a word names, if that is what the command runs."""
     file = home / word
     if role is _Role.OPTION or not os.path.isfile(file):  # noqa: PTH113 - a word may be too long for a name
         return None
     file = file.resolve()
     own_program = role is _Role.FIRST and "/" in word and file.is_relative_to(home)
-    return file if word.endswith(SCRIPTS) or role is _Role.RUN or own_program else None
+    return file if word.endswith(SCRIPT_SUFFIXES) or role is _Role.RUN or own_program else None
 
 
 def _is_unknown(word: str, home: Path) -> bool:
@@ -167,7 +167,7 @@ def _is_installed(file: Path, home: Path) -> bool:
     return any(is_installed_folder(folder) for folder in file.parents if not home.is_relative_to(folder))
 
 
-def _module(module: str, home: Path, path: Sequence[str]) -> Program | None:
+def _find_module(module: str, home: Path, path: Sequence[str]) -> Program | None:
     """Return the user's own module of that name.
 
     Raises:
@@ -177,7 +177,7 @@ def _module(module: str, home: Path, path: Sequence[str]) -> Program | None:
         if files := resolve_module(f"{module}.__main__", [root]):
             place = root.joinpath(*module.split("."))
             if source_file(place) is None and not place.is_dir():
-                raise _missing(f"no module {module} in {root}")
+                raise _missing_file_error(f"no module {module} in {root}")
             return Program(files[-1], root, module)
     return None
 
@@ -185,10 +185,10 @@ def _module(module: str, home: Path, path: Sequence[str]) -> Program | None:
 # --- its place in a snapshot
 
 
-def in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[str]:
+def command_in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[str]:
     """Return a command that runs its file from a snapshot; its working directory stays the user's own.
 
-    A module after -m stays as it is: `snapshot_path` has it found in the snapshot.
+    A module after -m stays as it is: `snapshot_python_path` has it found in the snapshot.
 
     Args:
         words: of the command, with the values of its placeholders.
@@ -198,7 +198,7 @@ def in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[
     Raises:
         JobFailed: the snapshot is gone, or is of another command.
     """
-    found = _record(code)
+    found = _snapshot_record(code)
     if code is None or found is None or not found.program:
         return list(words)
     original = Path(found.base) / found.program
@@ -208,7 +208,7 @@ def in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) -> list[
     raise JobFailed(f"{original}, which was submitted, is not in the command: {shlex.join(words)}", "submit again")
 
 
-def snapshot_path(code: Path | None) -> list[str]:
+def snapshot_python_path(code: Path | None) -> list[str]:
     """Return the folders of a snapshot that go first into PYTHONPATH; none where no code was copied.
 
     Python puts the working directory before PYTHONPATH for `python -m`, not for a file: there PYTHONSAFEPATH=1 (Python
@@ -220,11 +220,11 @@ def snapshot_path(code: Path | None) -> list[str]:
     Raises:
         JobFailed: the snapshot is gone.
     """
-    found = _record(code)
+    found = _snapshot_record(code)
     return [] if code is None or found is None else [os.path.normpath(code / root) for root in found.roots]
 
 
-def _record(code: Path | None) -> CodeSnapshot | None:
+def _snapshot_record(code: Path | None) -> CodeSnapshot | None:
     if code is None:
         return None
     found = RunDir(code.parent.parent).code(code.name)
@@ -241,9 +241,9 @@ def _record(code: Path | None) -> CodeSnapshot | None:
 # text files that it has not been told to ignore. Another comes with the code and the settings under its own folder, and with
 # what its import statements lead to under the folder where tula was called.
 
-SETTINGS = {".yaml", ".yml", ".toml", ".cfg", ".ini", ".conf", ".gin", ".json"}
-WITHOUT_GIT = {*SCRIPTS, ".yaml", ".yml", ".json", ".toml", ".cfg"}
-OUTPUT = {
+SETTINGS_SUFFIXES = {".yaml", ".yml", ".toml", ".cfg", ".ini", ".conf", ".gin", ".json"}
+SUFFIXES_WITHOUT_GIT = {*SCRIPT_SUFFIXES, ".yaml", ".yml", ".json", ".toml", ".cfg"}
+OUTPUT_FOLDERS = {
     "checkpoints",
     "lightning_logs",
     "logs",
@@ -256,11 +256,11 @@ OUTPUT = {
     "wandb",
 }
 """Folders into which scripts write: of what git does not track in them, nothing is code."""
-MAX_LOOKED = 20_000
+MAX_FILES_WALKED = 20_000
 """Files and folders that are looked at where git does not tell which there are."""
 
 
-def of_script(script: Script, workdir: Path, *, path: Sequence[str] | None = None) -> Selection:
+def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | None = None) -> Selection:
     """Return what a snapshot of a script's code holds; nothing where the command runs no file of the user's own.
 
     Its digest is over the code and the settings: not over data, keys, job files of tula, and JSON files that git does not
@@ -275,19 +275,21 @@ def of_script(script: Script, workdir: Path, *, path: Sequence[str] | None = Non
         SpecError: there is no file of the command's name, or it cannot be read.
     """
     home, path = workdir.resolve(), sys.path[1:] if path is None else path
-    words = words_of(script.command)
-    found = program(words, home, path=path) if script.code == "snapshot" else None
+    words = split_command(script.command)
+    found = find_program(words, home, path=path) if script.code == "snapshot" else None
     if found is None:
         return Selection(home, (), (), (), (), exact=True)
-    base, listed, beyond = _listed(found, home, path)
-    own = _own(found, base, listed)
-    keys = [file for file in own if is_key(file) and file != found.file]
-    copied, left_out = _bounded(found, base, {file: listed[file] for file in own if file not in keys})
-    named, start = _named(words, home), found.file.relative_to(base).as_posix()
-    modules = [file for file in copied if file == found.file or _counts(file, tracked=listed[file], named=named)]
+    base, listed, beyond = _list_files(found, home, path)
+    own = _own_files(found, base, listed)
+    keys = [file for file in own if is_key_file(file) and file != found.file]
+    copied, left_out = _bounded_files(found, base, {file: listed[file] for file in own if file not in keys})
+    named, start = _files_named(words, home), found.file.relative_to(base).as_posix()
+    modules = [
+        file for file in copied if file == found.file or _belongs_to_code(file, tracked=listed[file], named=named)
+    ]
     return Selection(
         base,
-        _roots(found, home, path, base, copied),
+        _source_roots(found, home, path, base, copied),
         tuple(sorted(modules)),
         tuple(sorted({*copied} - {*modules})),
         (*left_out, *beyond),
@@ -298,20 +300,20 @@ def of_script(script: Script, workdir: Path, *, path: Sequence[str] | None = Non
     )
 
 
-def remarks(script: Script, workdir: Path) -> tuple[str, ...]:
+def script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
     """Say where the code that runs is not, or not all of it, what was submitted."""
     by_then = "what runs is what the files are by then"
     if script.code == "none":
         return (f"script.code is none: no code is copied, and {by_then}",)
-    words = words_of(script.command)
-    found = program(words, workdir)
+    words = split_command(script.command)
+    found = find_program(words, workdir)
     if found is None:
         return (
             ()
-            if modules_of(words)
+            if module_names(words)
             else (f"script.command names no file of your own: no code is copied, and {by_then}",)
         )
-    if found.file.suffix in SHELL:
+    if found.file.suffix in SHELL_SUFFIXES:
         return (
             f"{found.file.name} itself is copied, but files that it names are looked for in {workdir}: a change to them reaches"
             " jobs submitted before",
@@ -322,26 +324,26 @@ def remarks(script: Script, workdir: Path) -> tuple[str, ...]:
 # --- which files there are
 
 
-def _listed(found: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
+def _list_files(found: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
     """Return the folder that a snapshot mirrors, the files under it, whether git tracks each, and folders not looked into."""
     left_out: list[Path] = []
-    known = code_selection.files(found.file.parent)
+    known = code_selection.tracked_files(found.file.parent)
     if known is not None and found.file in known[1] and found.root.is_relative_to(known[0]):
         base, listed = known
     else:
         base = home if found.file.is_relative_to(home) else found.root
-        files, left_out = _walk(found.root)
+        files, left_out = _walk_folder(found.root)
         listed = dict.fromkeys(files, False)
     roots = [found.root, *(root for root in import_roots(home, path) if root.is_relative_to(base))]
     return base, {**dict.fromkeys(follow_imports([found.file], base, roots), False), **listed}, left_out
 
 
-def _walk(start: Path) -> tuple[list[Path], list[Path]]:
+def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
     """Return the files under a folder that are code or settings by their names, and the folders with more than it looks at."""
     files: list[Path] = []
     left_out: list[Path] = []
     waiting, looked = deque([start]), 0
-    while waiting and looked < MAX_LOOKED:
+    while waiting and looked < MAX_FILES_WALKED:
         folder = waiting.popleft()
         try:
             with os.scandir(folder) as scan:
@@ -350,11 +352,11 @@ def _walk(start: Path) -> tuple[list[Path], list[Path]]:
             continue
         looked += len(entries)
         below = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-        inside = [Path(entry.path) for entry in entries if Path(entry.name).suffix in WITHOUT_GIT]
+        inside = [Path(entry.path) for entry in entries if Path(entry.name).suffix in SUFFIXES_WITHOUT_GIT]
         if len(entries) <= code_selection.MAX_ENTRIES or folder == start:
             waiting.extend(folder for folder in below if not is_foreign(folder))
             files += inside
-        elif any(file.suffix in CODE for file in inside):
+        elif any(file.suffix in CODE_SUFFIXES for file in inside):
             left_out.append(folder)
     return files, [*left_out, *waiting]
 
@@ -362,33 +364,37 @@ def _walk(start: Path) -> tuple[list[Path], list[Path]]:
 # --- which of them are copied
 
 
-def _own(found: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
+def _own_files(found: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
     """Return those files that are there, and neither hidden nor installed nor of a run."""
     foreign = cache(is_foreign)
     return [
         file
         for file in listed
         if file == found.file
-        or (file.is_file() and not file.name.startswith(".") and not any(map(foreign, _between(file, base, found))))
+        or (
+            file.is_file()
+            and not file.name.startswith(".")
+            and not any(map(foreign, _files_between(file, base, found)))
+        )
     ]
 
 
-def _between(file: Path, base: Path, found: Program) -> Iterator[Path]:
+def _files_between(file: Path, base: Path, found: Program) -> Iterator[Path]:
     """Yield the folders from a file up to `base`, without those that hold the command's file too."""
     return (folder for folder in file.parents if folder.is_relative_to(base) and folder not in found.file.parents)
 
 
-def _bounded(found: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
+def _bounded_files(found: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
     """Return what is copied and what is beyond the bounds; what is nearest to the command's file comes first."""
     copied, left_out, total = [found.file], [], found.file.stat().st_size
     for file in sorted(listed.keys() - {found.file}, key=lambda file: (_distance(found.file, file), file)):
         if not listed[file] and (
-            OUTPUT & {folder.name for folder in _between(file, base, found)} or not _is_text(file)
+            OUTPUT_FOLDERS & {folder.name for folder in _files_between(file, base, found)} or not _is_text(file)
         ):
             continue
         size = file.stat().st_size
-        within = size <= code_selection.MAX_FILE and total + size <= code_selection.MAX_FILES
-        if within and len(copied) < code_selection.MAX_COUNT and os.access(file, os.R_OK):
+        within = size <= code_selection.MAX_FILE_BYTES and total + size <= code_selection.MAX_TOTAL_BYTES
+        if within and len(copied) < code_selection.MAX_FILE_COUNT and os.access(file, os.R_OK):
             copied.append(file)
             total += size
         else:
@@ -413,15 +419,15 @@ def _is_text(file: Path) -> bool:
 # --- which of those are in the digest
 
 
-def _counts(file: Path, *, tracked: bool, named: set[Path]) -> bool:
-    if file.suffix in CODE:
+def _belongs_to_code(file: Path, *, tracked: bool, named: set[Path]) -> bool:
+    if file.suffix in CODE_SUFFIXES:
         return True
-    if file.suffix not in SETTINGS or _is_job(file):
+    if file.suffix not in SETTINGS_SUFFIXES or _is_job(file):
         return False
     return tracked or file.suffix != ".json" or file in named
 
 
-def _named(words: Iterable[str], home: Path) -> set[Path]:
+def _files_named(words: Iterable[str], home: Path) -> set[Path]:
     """Return the paths that the words of a command may name."""
     return {Path(os.path.realpath(home / text)) for word in words for text in (word, word.partition("=")[2]) if text}
 
@@ -437,21 +443,23 @@ def _is_job(file: Path) -> bool:
 # --- from where python imports them
 
 
-def _roots(found: Program, home: Path, path: Sequence[str], base: Path, copied: Sequence[Path]) -> tuple[Path, ...]:
+def _source_roots(
+    found: Program, home: Path, path: Sequence[str], base: Path, copied: Sequence[Path]
+) -> tuple[Path, ...]:
     """Return the folders of the copied files that python imports from in the job, the command's own first.
 
     `home` is none of them where only tula looks there, and not the command: it might hide what is installed.
     """
     given = {(home / entry).resolve() for entry in path}
     asked = [root for root in import_roots(home, path) if root != home or root in given]
-    first = [] if found.file.suffix in SHELL else [found.root]
-    roots = dict.fromkeys([*first, *asked, *_installed_in_place(copied)])
+    first = [] if found.file.suffix in SHELL_SUFFIXES else [found.root]
+    roots = dict.fromkeys([*first, *asked, *_editable_installs(copied)])
     return tuple(
         root for root in roots if root.is_relative_to(base) and any(file.is_relative_to(root) for file in copied)
     )
 
 
-def _installed_in_place(copied: Iterable[Path]) -> Iterator[Path]:
+def _editable_installs(copied: Iterable[Path]) -> Iterator[Path]:
     """Yield the folders of packages that this python imports from where they are: `pip install --editable`."""
     folders = {file.parent for file in copied if file.name == "__init__.py"}
     for package in sorted(folder for folder in folders if folder.parent not in folders):

@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CODE = {".py", ".sh", ".bash", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp"}
-KEYS = (
+CODE_SUFFIXES = {".py", ".sh", ".bash", ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp"}
+KEY_FILE_PATTERNS = (
     "*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore", "*.kdbx", "*.env", "*netrc", "*credential*", "kaggle.json",
     "token", "token.*", "*_token", "*_token.*", "*.token", "*secret*", "*service?account*", "*serviceaccount*", "htpasswd", "pgpass",
     "*password*", "*apikey*", "*api_key*", "*api-key*", "*[_-]key", "*[_-]key.*", "*accesskey*", "*access_key*", "rootkey.*",
     "auth.json", "oauth*.json", "kubeconfig*", "cookies.*", "*-adminsdk*", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
 )  # fmt: skip
-_CODE_KEYS = ("*.pem", "*.key", "*.p12", "*.pfx", "*.env", "*netrc", "*credentials*")
+_KEY_PATTERNS_AMONG_CODE = ("*.pem", "*.key", "*.p12", "*.pfx", "*.env", "*netrc", "*credentials*")
 """The names of keys that code may have too."""
 
 
-def is_key(file: Path) -> bool:
+def is_key_file(file: Path) -> bool:
     """Return whether a file's name is one that keys have."""
     name = file.name.lower()
-    patterns = _CODE_KEYS if file.suffix in CODE else KEYS
+    patterns = _KEY_PATTERNS_AMONG_CODE if file.suffix in CODE_SUFFIXES else KEY_FILE_PATTERNS
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def is_private(file: Path) -> bool:
+def is_private_file(file: Path) -> bool:
     """Return whether a file, by its path in a project, is never copied: a key, or hidden as .env and .netrc are."""
-    return is_key(file) or any(part.startswith(".") for part in file.parts)
+    return is_key_file(file) or any(part.startswith(".") for part in file.parts)
 
 
 _SECRET_NAME = (

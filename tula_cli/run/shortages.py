@@ -8,31 +8,33 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.errors import DiskFull
-from tula_cli.run.disk_space import free, measured, refuses
+from tula_cli.run.disk_space import disk_statistics, free_bytes, missing_bytes
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.jobs import Shortage
 
 # --- The reserve
 
-NAME = ".reserve"
-SIZE = 2**14
+RESERVE_NAME = ".reserve"
+RESERVE_BYTES = 2**14
 """Bytes: blocks for the few records that tell an end."""
 
 
-def keep(run: Path) -> None:
+def keep_reserve(run: Path) -> None:
     """Keep some space back, where that has not been done.
 
     Raises:
         DiskFull: there is none.
     """
-    if not (run / NAME).exists():
-        write_atomic(run / NAME, os.urandom(SIZE))  # a file of zeros takes no block where the file system compresses
+    if not (run / RESERVE_NAME).exists():
+        write_atomic(
+            run / RESERVE_NAME, os.urandom(RESERVE_BYTES)
+        )  # a file of zeros takes no block where the file system compresses
 
 
-def give_up(run: Path) -> None:
+def release_reserve(run: Path) -> None:
     """Give it back, for what has to be written now."""
     with contextlib.suppress(OSError):
-        (run / NAME).unlink()
+        (run / RESERVE_NAME).unlink()
 
 
 # --- Shortages
@@ -41,12 +43,12 @@ _NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]
 """A path in what was said of a full disk: Python's words, and tula's."""
 
 
-def shortage(folder: Path, *, needed: int | None = None, quota: bool = False) -> Shortage:
+def measure_shortage(folder: Path, *, needed: int | None = None, quota: bool = False) -> Shortage:
     """Return what the file system of a folder has now, as statvfs tells it."""
-    found = measured(folder)
+    found = disk_statistics(folder)
     return Shortage(
         folder=str(folder),
-        free=0 if found is None else free(found),
+        free=0 if found is None else free_bytes(found),
         total=0 if found is None else found.f_blocks * found.f_frsize,
         files_free=None if found is None or not found.f_files else found.f_favail,
         needed=needed,
@@ -58,10 +60,10 @@ def shortage_of(error: BaseException) -> Shortage | None:
     """Return what an error of a full disk knows of it; None of any other."""
     if not isinstance(error, DiskFull):
         return None
-    return shortage(Path(error.folder or "."), needed=error.needed, quota=error.quota)
+    return measure_shortage(Path(error.folder or "."), needed=error.needed, quota=error.quota)
 
 
-def shortage_told(text: str, folders: Iterable[Path]) -> Shortage:
+def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
     """Return what is known of a full disk by what a process said: where it names no file, of the fullest folder.
 
     Args:
@@ -70,11 +72,11 @@ def shortage_told(text: str, folders: Iterable[Path]) -> Shortage:
     """
     quota = "quota" in text.lower()
     if named := _NAMED.search(text):
-        return shortage(Path(named[1] or named[2]).parent, quota=quota)
-    return min((shortage(folder, quota=quota) for folder in folders), key=lambda found: found.free)
+        return measure_shortage(Path(named[1] or named[2]).parent, quota=quota)
+    return min((measure_shortage(folder, quota=quota) for folder in folders), key=lambda found: found.free)
 
 
-def shortage_words(found: Shortage) -> str:
+def describe_shortage(found: Shortage) -> str:
     """Return the folder and what is missing there."""
     if found.files_free == 0:
         return f"no more files can be made on the file system of {found.folder}"
@@ -85,9 +87,9 @@ def shortage_words(found: Shortage) -> str:
     return f"{words.amount(found.free)} of {words.amount(found.total)} are free where {found.folder} is{takes}{missing}"
 
 
-def still_missing(found: Shortage) -> Shortage | None:
+def remaining_shortage(found: Shortage) -> Shortage | None:
     """Return what is missing now where the disk was full before; None where there is room again."""
     folder = Path(found.folder)
     place = next((one for one in (folder, *folder.parents) if one.is_dir()), folder)
     needed = max(found.needed or 0, 0) + 2**16
-    return shortage(folder, needed=found.needed, quota=found.quota) if refuses(place, needed) else None
+    return measure_shortage(folder, needed=found.needed, quota=found.quota) if missing_bytes(place, needed) else None

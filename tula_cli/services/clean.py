@@ -14,7 +14,7 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.errors import TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run import format as run_format
-from tula_cli.run.clean import Holding, Wish, free, holdings, parts, size_of
+from tula_cli.run.clean import CleanPolicy, RemovableFile, part_folders, removable_files, remove_file, size_and_time
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot
@@ -35,7 +35,7 @@ class RunSpace:
     path: Path
     held: int  # all of it
     changed: float  # when the newest of it was written (Unix time)
-    holdings: tuple[Holding, ...]  # what may go
+    holdings: tuple[RemovableFile, ...]  # what may go
     kept: str = ""  # why nothing of it may go now
     lives: bool = False  # a job of it runs, or waits, or nobody can tell; else it is damaged, or of another format
     final: tuple[str, ...] = ()  # trainings, by signature, that cannot be resumed afterwards
@@ -76,7 +76,7 @@ def measure_runs(
     """
     run_spaces, snapshots_by_run = [], {}
     for run in runs:
-        size, changed = size_of(run.path)
+        size, changed = size_and_time(run.path)
         if older is None or now() - changed >= older:
             run_space, snapshots_by_run[run.path] = _measure_run(
                 run, size, changed, keep_best=keep_best, compared=compared
@@ -98,14 +98,14 @@ def _measure_run(
     run: RunDir, size: int, changed: float, *, keep_best: bool, compared: bool
 ) -> tuple[RunSpace, list[Snapshot]]:
     """Return what a run holds, with a look at each of its parts; of a damaged one, or of another format, nothing may go."""
-    removable: list[Holding] = []
+    removable: list[RemovableFile] = []
     snapshots: list[Snapshot] = []
     try:
-        run_format.require_known(run.path)
-        for part in parts(run.path):
+        run_format.require_known_format(run.path)
+        for part in part_folders(run.path):
             snapshots.append(Snapshot(part))
             cells = comparison.cells if compared and (comparison := RunDir(part).comparison()) else ()
-            removable += holdings(part, Wish(keep_best, frozenset(cell.signature for cell in cells)))
+            removable += removable_files(part, CleanPolicy(keep_best, frozenset(cell.signature for cell in cells)))
     except TulaError as error:
         return RunSpace(run.id, run.path, size, changed, (), kept=error.message), snapshots
     compared_trainings = tuple(
@@ -123,7 +123,7 @@ def _measure_run(
     ), snapshots
 
 
-def _training_signature(holding: Holding) -> str:
+def _training_signature(holding: RemovableFile) -> str:
     return holding.path.parent.parent.name
 
 
@@ -205,7 +205,7 @@ def free_space(run_spaces: Iterable[RunSpace]) -> CleanResult:
         try:
             with _lock_run(run_space):
                 for holding in run_space.holdings:
-                    free(holding)
+                    remove_file(holding)
                     files, size = files + 1, size + holding.size
         except TulaError as error:
             problems.append(f"{run_space.id}: {error.message}")
@@ -220,7 +220,7 @@ def _lock_run(run_space: RunSpace) -> Iterator[None]:
         TulaError: another command does, or has submitted some since the look.
     """
     with contextlib.ExitStack() as locks:
-        for part in parts(run_space.path):
+        for part in part_folders(run_space.path):
             lock = RunDir(part).lock
             if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
                 raise TulaError(f"another tula command ({owner}) is submitting jobs of it; nothing more was freed")

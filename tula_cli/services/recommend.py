@@ -10,9 +10,8 @@ import numpy as np
 
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.models import cost
-from tula_cli.models.choice import objective as pareto
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open
+from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open, mark_pareto
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.overheads import median_queue_wait
@@ -122,11 +121,11 @@ def recommend(
         return recommendation.model_copy(update={**query_fields, **_training_fields(all_measurements)})
 
     by_type = {
-        measurements.part.type: answer([measurements], pareto.marked(allowed.take(rows_of_type)), untold)
+        measurements.part.type: answer([measurements], mark_pareto(allowed.take(rows_of_type)), untold)
         for measurements in all_measurements
         if measurements.part.type is not None and (rows_of_type := allowed.type == measurements.type).any()
     }
-    allowed, spoken = pareto.marked(allowed), [*warnings_, *untold]
+    allowed, spoken = mark_pareto(allowed), [*warnings_, *untold]
     answer_ = with_continuation(training, answer(all_measurements, allowed, spoken), allowed)
     return Answer(answer_, by_type, all_measurements, allowed)
 
@@ -281,7 +280,7 @@ def store_answer(run: RunDir, job: JobSpec, answer: Answer, *, every: bool = Fal
     all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
     for part in run.parts(job):
         if part.type is not None and part.type in answer.by_type:
-            offers = pareto.marked(answer.offers.take(answer.offers.type == part.type)) if every else None
+            offers = mark_pareto(answer.offers.take(answer.offers.type == part.type)) if every else None
             write_answer(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type], offers)
     write_answer(run, job, answer.all_measurements, answer.recommendation, answer.offers if every else None)
 

@@ -18,7 +18,7 @@ from tula_cli.models import halving
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import list_names
 from tula_cli.run.owner import require_own
-from tula_cli.run.package import upgrades
+from tula_cli.run.package import list_upgrades
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
@@ -41,7 +41,7 @@ from tula_cli.services.progress.job_status import (
 )
 from tula_cli.services.progress.probe_notes import count_notes
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.script import samples_asked
+from tula_cli.spec.scripts.script import requested_samples
 
 POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
 """Seconds between two questions to the scheduler: the first, and what it grows to."""
@@ -138,7 +138,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *(destination.problems(run.path / "exports") if only is None else ()),
         ),
         notes=(
-            *upgrades(files_snapshot),
+            *list_upgrades(files_snapshot),
             *count_notes(result for result in files_snapshot.results if isinstance(result, Measured)),
         ),
         rehearsal=files_snapshot.rehearsals[-1] if files_snapshot.rehearsals and only is None else None,
@@ -224,7 +224,7 @@ def _training_status(
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
         tuning=_tuning_status(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
-        samples_asked=None if script is None else samples_asked(script),
+        samples_asked=None if script is None else requested_samples(script),
         ags=_newest_scaling(rows),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
         changes=files.changes(),

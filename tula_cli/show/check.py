@@ -29,23 +29,22 @@ if TYPE_CHECKING:
     from tula_cli.services.search_cost import Expectation, SearchCost
     from tula_cli.services.site_check import SiteCheck
 
-
-_CHANGES = 6  # of an edited job, that are spelled out
+_MAX_CHANGES_SHOWN = 6  # of an edited job, that are spelled out
 
 
 # --- before anything is submitted
 
 
-def check_all(
+def render_checks(
     reports: "Mapping[str | None, CheckReport]", origins: Mapping[str, Origin]
 ) -> tuple[dict[str, Any], Iterator["RenderableType"]]:
     """Return what is known of each type of node for the envelope, and what is shown of it."""
     if None in reports:
-        return {"report": reports[None], "origins": origins}, check(reports[None], origins)
-    return {"types": dict(reports), "origins": origins}, by_type(reports, lambda report: check(report, {}))
+        return {"report": reports[None], "origins": origins}, render_check(reports[None], origins)
+    return {"types": dict(reports), "origins": origins}, by_type(reports, lambda report: render_check(report, {}))
 
 
-def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
+def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
     """What the job is, what it would search, what that may cost; or where each value of the spec comes from."""
     if origins:
         made = table(("key", "value", "from"), left=range(3))
@@ -54,7 +53,7 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
         yield made
         yield ""
     if report.inspection is not None:
-        yield from inspection(report.inspection)
+        yield from render_inspection(report.inspection)
     if report.method_line:
         yield report.method_line
     yield from report.settings
@@ -63,39 +62,39 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
     if report.inspection is not None or report.method_line or report.settings:
         yield ""
     if report.jobs:
-        yield from _jobs(report)
+        yield from _render_jobs(report)
     if report.unsettled is not None:
         yield from unsettled_plan(report.unsettled)
     elif report.jobs:
         if report.expected is not None:
             alike = ", as if steps took as long at every length" * bool(report.lengths)
-            yield expected(report.expected, local=report.machine_hours_at_most is not None) + alike
+            yield describe_expectation(report.expected, local=report.machine_hours_at_most is not None) + alike
         if report.worth is not None:
-            yield beside_training(report.worth)
+            yield describe_search_cost(report.worth)
         yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
         yield f"price: {report.price}"
 
 
-def expected(found: "Expectation", *, local: bool) -> str:
+def describe_expectation(found: "Expectation", *, local: bool) -> str:
     """Return in words what the probes are expected to take."""
     time = f"{duration(3600 * found.hours)} one job after the other, " if local else ""
     return f"expected {time}{number(found.node_hours)} node-h {found.basis}"
 
 
-def beside_training(found: "SearchCost") -> str:
+def describe_search_cost(found: "SearchCost") -> str:
     """Return in words what each strategy takes beside the training."""
-    shares = ", ".join(f"{name} {_share(share)}" for name, share in found.shares.items())
+    shares = ", ".join(f"{name} {_format_share(share)}" for name, share in found.shares.items())
     return (
         f"of the node-hours of the training (batch {found.batch} on {plural(found.nodes)}: {number(found.node_hours)}) the search"
         f" takes: {shares}"
     )
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return f"{number(100 * value)} %" if value < 10 else f"{number(value)} times"
 
 
-def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:
+def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
     made = table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
     for job in report.jobs:
         made.add_row(str(job.nodes), str(len(job.local_batches)), listed(job.batches), listed(job.local_batches))
@@ -104,13 +103,13 @@ def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:
     yield f"{plural(report.probes, 'probe')} in {plural(report.submitted, 'job')}"
     if report.lengths:
         yield ""
-        yield _lengths(report.lengths)
+        yield _lengths_table(report.lengths)
         yield ""
         others = [len(one.batches) for one in report.lengths if one.batches and not one.own]
         yield f"{plural(sum(others), 'probe')} in {plural(len(others), 'job')} more, of the other lengths"
 
 
-def _lengths(found: "Sequence[PlannedLength]") -> "Table":
+def _lengths_table(found: "Sequence[PlannedLength]") -> "Table":
     """One row a length of text: what is measured, and what memory holds as it is estimated."""
     byte, unit = size_unit(max((max(one.memory, default=0) for one in found), default=None))
     columns = [
@@ -127,7 +126,7 @@ def _lengths(found: "Sequence[PlannedLength]") -> "Table":
     return made
 
 
-def inspection(found: "Inspection") -> Iterator["RenderableType"]:
+def render_inspection(found: "Inspection") -> Iterator["RenderableType"]:
     """Model, data and hardware, a line each."""
     shape = f", each {found.sample}" if found.sample else f", of shape {'x'.join(map(str, found.sample_shape))}"
     classes = "" if found.classes is None else f", {found.classes} classes"
@@ -142,7 +141,7 @@ def inspection(found: "Inspection") -> Iterator["RenderableType"]:
     yield f"hardware: {found.hardware or plural(found.gpus, 'GPU')} ({found.device}), {capacity}"
 
 
-def hooks(path: Path) -> Iterator["RenderableType"]:
+def render_hooks(path: Path) -> Iterator["RenderableType"]:
     """What to write into a script's loop."""
     yield f"wrote {path}, to lie beside the script; without tula it does nothing"
     yield ""
@@ -152,7 +151,7 @@ def hooks(path: Path) -> Iterator["RenderableType"]:
     yield "tula.step(samples=len(x), loss=loss)       # at the end of each optimizer step"
 
 
-def offered(site: "Site | None") -> str:
+def describe_site(site: "Site | None") -> str:
     """Return what `tula init slurm` has filled in, in words."""
     from tula_cli.cluster.slurm.site import describe_partition, partitions_with_gpus
 
@@ -168,7 +167,7 @@ def offered(site: "Site | None") -> str:
     return words
 
 
-def from_command(made: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
+def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
     """Return what was recognised of a command and what was not, for the envelope and a line each."""
     spans, found = made.placeholders, made.recognised
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
@@ -202,21 +201,21 @@ def from_command(made: "FromCommand", path: Path) -> tuple[dict[str, object], li
     return data, [*lines, "", f"wrote {path}; next: {after}"]
 
 
-def check_state(task: "CheckTask", state: "SchedulerState") -> str:
+def describe_check_state(task: "CheckTask", state: "SchedulerState") -> str:
     """Return what a check of the cluster waits for."""
     starts = "" if state.starts_at is None else f", expected to start at {moment(state.starts_at)}"
     reason = f" ({state.reason})" if state.reason else ""
     return f"{task.job} on {plural(task.nodes)}: {state.state}{reason}{starts}"
 
 
-def cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
+def render_cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
     """A row a node for what it has and one for how it is reached, then the network."""
     report = found.report
     names = _node_names(report)
     made = table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
-            name, str(node.ranks), _gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
+            name, str(node.ranks), _describe_gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
             str(node.cpus), size(node.memory, 1024**3), size(node.shared, 1024**3),
         )  # fmt: skip
     yield made
@@ -224,12 +223,12 @@ def cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
     made = table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
-            name, node.interface or "-", node.address, _clock(node), "read only" if node.write_error else "shared",
+            name, node.interface or "-", node.address, _describe_clock(node), "read only" if node.write_error else "shared",
             {True: "readable", False: "not there", None: "-"}[node.dataset], size(node.free_disk, 1024**3),
         )  # fmt: skip
     yield made
     yield ""
-    yield from _network(report, names)
+    yield from _render_network(report, names)
 
 
 def _node_names(report: "ClusterReport") -> list[str]:
@@ -238,20 +237,20 @@ def _node_names(report: "ClusterReport") -> list[str]:
     return hosts if len(set(hosts)) == len(hosts) else [f"{host} #{number}" for number, host in enumerate(hosts, 1)]
 
 
-def _clock(node: "NodeReport") -> str:
+def _describe_clock(node: "NodeReport") -> str:
     """Return how far a clock is ahead of the first node's, in ms."""
     if node.node == 0:
         return "0"
     return f"{round(1000 * node.clock_offset, 2) + 0.0:+.2f} ± {1000 * node.clock_error:.2f}"
 
 
-def _gpus(node: "NodeReport") -> str:
+def _describe_gpus(node: "NodeReport") -> str:
     """Return "4 x NVIDIA A100 (80.0 GiB)"."""
     names = " + ".join(f"{node.gpus.count(name)} x {name}" for name in dict.fromkeys(node.gpus))
     return f"{names} ({amount(node.gpu_memory)})" if node.gpu_memory else "-"
 
 
-def _network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
+def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
     if report.transfers:
         largest = report.transfers[-1]  # small ones may go through in a burst
         made = table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
@@ -276,12 +275,12 @@ _RESUMES = {
 }
 
 
-def rehearsed_data(found: "ResumeFinding") -> dict[str, Any]:
+def resume_test_data(found: "ResumeFinding") -> dict[str, Any]:
     """Return what a rehearsal found, for the envelope."""
     return {"rehearsal": found.rehearsal, "resumes": found.resumes, "setting": found.setting, "kept": found.kept}
 
 
-def rehearsed(found: "ResumeFinding") -> Iterator["RenderableType"]:
+def render_resume_test(found: "ResumeFinding") -> Iterator["RenderableType"]:
     """A row a start of the script, and what follows from all of them."""
     made = table(("start", "batch", "steps", "samples", "left\nbefore", "first\nlr", "seconds", "ended"), left=(0, 7))
     rows = found.rehearsal.starts
@@ -300,22 +299,25 @@ def rehearsed(found: "ResumeFinding") -> Iterator["RenderableType"]:
     yield f"script.resume.batch: {found.setting}" + f", which is now {found.resumes}" * (found.setting == "rehearse")
 
 
-def config_drift(found: "ConfigDrift", command: str) -> str:
+def describe_config_drift(found: "ConfigDrift", command: str) -> str:
     """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
-    name, more = near(Path(found.file.path)), len(found.changes) - _CHANGES
+    name, more = near(Path(found.file.path)), len(found.changes) - _MAX_CHANGES_SHOWN
     if found.problem:
         return f"{name} cannot be used any more, so these are the run's own settings: {found.problem}"
-    told = [f"{key} {_short(now)} (here {_short(then)})" for key, (then, now) in list(found.changes.items())[:_CHANGES]]
+    told = [
+        f"{key} {_shorten(now)} (here {_shorten(then)})"
+        for key, (then, now) in list(found.changes.items())[:_MAX_CHANGES_SHOWN]
+    ]
     words = ", ".join(told) + (f" and {more} more" if more > 0 else "")
-    return f"{name} says otherwise by now: {words}; {with_file(found, command)} takes what it says"
+    return f"{name} says otherwise by now: {words}; {describe_file_use(found, command)} takes what it says"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def with_file(found: "ConfigDrift", command: str) -> str:
+def describe_file_use(found: "ConfigDrift", command: str) -> str:
     """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
     words = ["tula", "profile" if found.elsewhere else command, near(Path(found.file.path))]
     return shlex.join([*words, *(word for override in found.file.overrides for word in ("--set", override))])
@@ -327,17 +329,17 @@ ON_GPU = ("reserved", "libraries")
 """Components that are told of a GPU alone."""
 
 
-def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
+def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     """Memory of one GPU by local batch, component by component."""
-    yield from inspection(report.inspection)
+    yield from render_inspection(report.inspection)
     yield ""
-    yield _components(report)
+    yield _components_table(report)
     yield ""
-    yield from _apart(report)
+    yield from _describe_excluded_memory(report)
     yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
     if report.sharing:
         yield f"each of {plural(report.sharing, 'GPU')} holds its share of parameters, gradients and optimizer states"
-    yield from _data(report)
+    yield from _describe_data_memory(report)
     if report.correction:
         yield report.correction
     if report.capacity is None:
@@ -349,7 +351,7 @@ def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield f"of {amount(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
 
 
-def _components(report: "EstimateReport") -> "Table":
+def _components_table(report: "EstimateReport") -> "Table":
     """Eq. 3 at each local batch; for a GPU also what the libraries hold, what the allocator keeps, and what is needed."""
     from tula_cli.run.records.base import Components  # with pydantic, which --help does without
 
@@ -364,7 +366,7 @@ def _components(report: "EstimateReport") -> "Table":
     return made
 
 
-def _data(report: "EstimateReport") -> Iterator[str]:
+def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:
     """Say what data may take of the node's own memory."""
     if report.data is None:
         return
@@ -376,7 +378,7 @@ def _data(report: "EstimateReport") -> Iterator[str]:
     )
 
 
-def _apart(report: "EstimateReport") -> Iterator[str]:
+def _describe_excluded_memory(report: "EstimateReport") -> Iterator[str]:
     """Say what the libraries are, and what PyTorch's allocator is to that."""
     if report.gpu:
         yield (
@@ -398,7 +400,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _WIDEST = max(map(len, _STYLES))
 
 
-def site_check(found: "SiteCheck") -> Iterator["RenderableType"]:
+def render_site_check(found: "SiteCheck") -> Iterator["RenderableType"]:
     """A line for each finding: whether it is right, what it is about, what is so, and what to do."""
     for one in found.findings:
         advice = f" ({one.advice})" if one.advice else ""

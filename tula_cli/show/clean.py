@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from tula_cli.services.clean import CleanResult, RunSpace
 
-WORDS = {
+KIND_DESCRIPTIONS = {
     "checkpoints": "older checkpoints",
     "compared": "trainings of tula compare",
     "damaged": "damaged checkpoints",
@@ -20,9 +20,9 @@ WORDS = {
 }
 
 
-def spaces(found: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
+def render_spaces(found: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
     """A row a run and kind of what may go, and what follows from it."""
-    rows = [row for one in found for row in _rows(one)]
+    rows = [row for one in found for row in _space_rows(one)]
     yield from long_table(
         ("run", "last written", "holds", "may go", "number", "size"), rows, left=(0, 1, 3), width=width
     )
@@ -31,38 +31,38 @@ def spaces(found: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableTy
     for one in found:
         if one.final:
             yield (
-                f"{one.id}: {_trainings(one.final)} cannot be resumed afterwards; the best weights stay and can be evaluated"
+                f"{one.id}: {_describe_trainings(one.final)} cannot be resumed afterwards; the best weights stay and can be evaluated"
             )
         if one.compared:
-            yield f"{one.id}: {_trainings(one.compared)} can neither be resumed nor evaluated afterwards; results stay"
+            yield f"{one.id}: {_describe_trainings(one.compared)} can neither be resumed nor evaluated afterwards; results stay"
     freed, held = sum(one.size for one in found), sum(one.held for one in found)
     yield f"{amount(freed)} of {amount(held)} in {plural(len(found), 'run')} may go; results and metrics stay"
 
 
-def _trainings(signatures: Sequence[str]) -> str:
+def _describe_trainings(signatures: Sequence[str]) -> str:
     return f"{'training' if len(signatures) == 1 else 'trainings'} {', '.join(signatures)}"
 
 
-def _rows(one: "RunSpace") -> list[list[str]]:
+def _space_rows(one: "RunSpace") -> list[list[str]]:
     first = [one.id, moment(one.changed), amount(one.held)]
-    kinds = [kind for kind in WORDS if any(holding.kind == kind for holding in one.holdings)]
+    kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in one.holdings)]
     if not kinds:
         return [[*first, "-", "-", "-"]]
     rows = []
     for kind in kinds:
         sizes = [holding.size for holding in one.holdings if holding.kind == kind]
-        rows.append([*first, WORDS[kind], str(len(sizes)), amount(sum(sizes))])
+        rows.append([*first, KIND_DESCRIPTIONS[kind], str(len(sizes)), amount(sum(sizes))])
         first = ["", "", ""]
     return rows
 
 
-def cleaned(done: "CleanResult") -> Iterator[str]:
+def describe_cleaned(done: "CleanResult") -> Iterator[str]:
     """What was freed."""
     yield f"freed {amount(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
     yield from (f"not all of {problem}" for problem in done.problems)
 
 
-def data(found: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
+def clean_data(found: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
     """The same for --json; `freed` is None where nothing was touched. Bytes."""
     return {
         "runs": [{**vars(one), "size": one.size} for one in found],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tula_cli.services.comparison.accuracy import CompareReport, ComparisonRow, SeedStatistics
 
 
-def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """The grid in the order it is trained, and what it may take."""
     todo = {cell.signature for cell in plan.missing}
     made = table(
@@ -51,7 +51,7 @@ def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterato
             f" own row in full; the epochs of at most {number(epochs)} full trainings, not"
             f" {sum(not cell.short for cell in plan.comparison.cells)}"
         )
-    yield from _compare_costs(plan)
+    yield from _describe_costs(plan)
     for script in scripts:
         yield ""
         yield script
@@ -61,7 +61,7 @@ def _plan_unit(plan: "ComparePlan") -> tuple[float, str]:
     return time_unit(max((3600 * hours for hours in plan.hours.values() if hours is not None), default=0.0))
 
 
-def _compare_costs(plan: "ComparePlan") -> Iterator[str]:
+def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
     hours = plan.hours_left
     if not plan.missing:
         return
@@ -74,7 +74,7 @@ def _compare_costs(plan: "ComparePlan") -> Iterator[str]:
     yield f"price: {plan.price}"
 
 
-def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
+def render_comparison(found: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
     """Table I for the user's own job, and accuracy (or loss) against the batch."""
     if found.first_round and found.epochs is not None:
         yield f"round 1: {found.epochs[0]} of {found.epochs[1]} epochs, one seed; not to be compared with full trainings"
@@ -92,7 +92,7 @@ def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["Re
         else f", about {duration(3600 * found.hours_left)} one after the other left"
     )
     yield (
-        f"mean ± standard deviation over n seeds, {moment_of(found)}; gap: {lost(found)} against lbt at batch"
+        f"mean ± standard deviation over n seeds, {describe_moment(found)}; gap: {describe_lost_rows(found)} against lbt at batch"
         f" {found.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - where that"
         " is within the noise or not known (one seed, no lbt)"
     )
@@ -104,26 +104,26 @@ def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["Re
         yield Text.from_ansi(drawn)
 
 
-def heads(found: "CompareReport") -> tuple[str, ...]:
+def column_headings(found: "CompareReport") -> tuple[str, ...]:
     """Return the heads of the metrics' columns: a script's have its own names, and no unit."""
     if found.of_script:
         return tuple(metric.replace("best_", "best ", 1) for metric in found.columns)
     return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in found.columns)
 
 
-def moment_of(found: "CompareReport") -> str:
+def describe_moment(found: "CompareReport") -> str:
     """Return when the metrics are of."""
     return "the last and the best that was told" if found.of_script else "after the last epoch"
 
 
-def lost(found: "CompareReport") -> str:
+def describe_lost_rows(found: "CompareReport") -> str:
     """Return what a gap above 0 is."""
     if not found.of_script:
         return "top-1 lost" if found.metric == "top1" else "loss added"
     return f"{found.metric} added" if found.less_is_better else f"{found.metric} lost"
 
 
-def digits(found: "CompareReport", metric: str) -> int:
+def metric_digits(found: "CompareReport", metric: str) -> int:
     """Return the decimals that a metric is told with: of a script's own, whose unit nobody knows, four digits in all."""
     if not found.of_script:
         return 4 if metric == "loss" else 2
@@ -141,7 +141,17 @@ def comparison_table(found: "CompareReport", rows: "Sequence[ComparisonRow]") ->
     divisor, unit = time_column(found)
     shown = [row for row in rows if row.cells]
     made = table(
-        ("batch", "method", "n", *heads(found), "gap", "recovered\n(%)", "samples", f"time\n({unit})", "note"),
+        (
+            "batch",
+            "method",
+            "n",
+            *column_headings(found),
+            "gap",
+            "recovered\n(%)",
+            "samples",
+            f"time\n({unit})",
+            "note",
+        ),
         left=(1, 6 + len(found.columns) + 1),
     )
     batch = None
@@ -150,8 +160,8 @@ def comparison_table(found: "CompareReport", rows: "Sequence[ComparisonRow]") ->
             str(row.batch) if row.batch != batch else "",
             method_label(row.method, reference=row.reference),
             str(row.seeds),
-            *(spread(row.stat(metric), digits(found, metric)) for metric in found.columns),
-            "-" if row.gap is None else f"{row.gap:.{digits(found, found.metric)}f}",
+            *(format_spread(row.stat(metric), metric_digits(found, metric)) for metric in found.columns),
+            "-" if row.gap is None else f"{row.gap:.{metric_digits(found, found.metric)}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else number(3600 * row.hours / divisor),
@@ -161,7 +171,7 @@ def comparison_table(found: "CompareReport", rows: "Sequence[ComparisonRow]") ->
     return made
 
 
-def spread(value: "SeedStatistics | None", digits: int) -> str:
+def format_spread(value: "SeedStatistics | None", digits: int) -> str:
     """Return "62.43 ± 0.86"; one seed has no spread."""
     if value is None:
         return "-"

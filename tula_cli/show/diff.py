@@ -32,46 +32,48 @@ if TYPE_CHECKING:
     )
 
 _WIDEST = 48  # characters of a value in a table
-_FILES = 20
+_MAX_FILES_SHOWN = 20
 
 
-def run_difference(found: "RunDifference") -> Iterator["RenderableType"]:
+def render_difference(found: "RunDifference") -> Iterator["RenderableType"]:
     """The answer in a line or two, and the tables behind it; what is alike is left out."""
-    yield from (f"{letter}  {_run(one)}" for letter, one in (("A", found.before), ("B", found.after)))
+    yield from (f"{letter}  {_describe_run(one)}" for letter, one in (("A", found.before), ("B", found.after)))
     yield ""
     yield from (styled(line, "bold") for line in found.headline)
-    yield from _values("job", found.job)
-    yield from _files(found)
-    yield from _values("environment", found.environment)
-    yield from _code(found)
-    yield from _steps(found)
-    yield from _chosen(found)
-    yield from _trainings([pair for pair in found.trainings if pair.before != pair.after])
+    yield from _render_values("job", found.job)
+    yield from _render_files(found)
+    yield from _render_values("environment", found.environment)
+    yield from _render_code(found)
+    yield from _render_steps(found)
+    yield from _render_recommendations(found)
+    yield from _render_trainings([pair for pair in found.trainings if pair.before != pair.after])
 
 
-def _run(told: "RunOverview") -> str:
+def _describe_run(told: "RunOverview") -> str:
     if told.measured is None:
         return f"{near(told.path)}: nothing measured yet"
     first, last = map(moment, told.measured)
     return f"{near(told.path)}: measured {first}{f' to {last}' * (last != first)}"
 
 
-def _values(heading: str, differences: Sequence["FieldDifference"]) -> Iterator["RenderableType"]:
+def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> Iterator["RenderableType"]:
     if not differences:
         return
     made = table((heading, "A", "B"), left=range(3))
     for one in differences:
         where = f" ({part_words(one.part)})" if one.part else ""
-        made.add_row(f"{one.about}{where}", *shortened_pair(_text(one.before), _text(one.after), _WIDEST))
+        made.add_row(
+            f"{one.about}{where}", *shortened_pair(_format_value(one.before), _format_value(one.after), _WIDEST)
+        )
     yield ""
     yield made
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _files(found: "RunDifference") -> Iterator["RenderableType"]:
+def _render_files(found: "RunDifference") -> Iterator["RenderableType"]:
     one, other = found.before.file, found.after.file
     if one is None or other is None or one == other:
         return
@@ -81,7 +83,7 @@ def _files(found: "RunDifference") -> Iterator["RenderableType"]:
         yield f"--set: {' '.join(one.overrides) or 'none'} -> {' '.join(other.overrides) or 'none'}"
 
 
-def _code(found: "RunDifference") -> Iterator["RenderableType"]:
+def _render_code(found: "RunDifference") -> Iterator["RenderableType"]:
     code = found.code
     if code.same:
         return
@@ -93,14 +95,14 @@ def _code(found: "RunDifference") -> Iterator["RenderableType"]:
         return
     added, removed = (sum(getattr(file, name) or 0 for file in code.files) for name in ("added", "removed"))
     yield f"code: {plural(len(code.files), 'file')} (+{added} -{removed})"
-    for file in code.files[:_FILES]:
+    for file in code.files[:_MAX_FILES_SHOWN]:
         counted = "not text, or too long" if file.added is None else f"+{file.added} -{file.removed}"
         yield f"  {file.name}  {counted}{f', {file.state}' * (file.state != 'changed')}"
-    if len(code.files) > _FILES:
-        yield f"  and {len(code.files) - _FILES} more (--json has all)"
+    if len(code.files) > _MAX_FILES_SHOWN:
+        yield f"  and {len(code.files) - _MAX_FILES_SHOWN} more (--json has all)"
 
 
-def _steps(found: "RunDifference") -> Iterator["RenderableType"]:
+def _render_steps(found: "RunDifference") -> Iterator["RenderableType"]:
     steps = found.steps
     if steps.rows:
         parts = any(row.part for row in steps.rows)
@@ -110,7 +112,7 @@ def _steps(found: "RunDifference") -> Iterator["RenderableType"]:
         heads += ["compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit[1]})", ""]
         made = table([*["part"] * parts, *heads], left=[*[0] * parts, len(heads) + parts - 1])
         for row in steps.rows:
-            made.add_row(*_row(row, parts=parts, several=several, divisor=unit[0]))
+            made.add_row(*_step_row(row, parts=parts, several=several, divisor=unit[0]))
         yield ""
         yield made
         yield found.test
@@ -121,7 +123,7 @@ def _steps(found: "RunDifference") -> Iterator["RenderableType"]:
         yield from (f"in {letter} alone: {part_words(name)}" for name in names)
 
 
-def _row(row: "StepDifference", *, parts: bool, several: bool, divisor: float) -> list[str]:
+def _step_row(row: "StepDifference", *, parts: bool, several: bool, divisor: float) -> list[str]:
     cells = [
         *[row.part] * parts,
         str(row.nodes),
@@ -130,22 +132,22 @@ def _row(row: "StepDifference", *, parts: bool, several: bool, divisor: float) -
         str(row.local_batch),
     ]
     ratio = "-" if row.ratio is None else number(row.ratio)
-    cells += [_ms(row.step.before), _ms(row.step.after), ratio]
-    cells += [_both(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
-    return [*cells, _both(row.memory, divisor), _remark(row)]
+    cells += [_format_ms(row.step.before), _format_ms(row.step.after), ratio]
+    cells += [_format_pair(each, 1e-3) for each in (row.compute, row.sync, row.data_wait)]
+    return [*cells, _format_pair(row.memory, divisor), _step_remark(row)]
 
 
-def _ms(value: float | None) -> str:
+def _format_ms(value: float | None) -> str:
     return "-" if value is None else number(1000 * value)
 
 
-def _both(each: "ValuePair", divisor: float) -> str:
+def _format_pair(each: "ValuePair", divisor: float) -> str:
     if each.before is None and each.after is None:
         return "-"
     return f"{size(each.before, divisor)} -> {size(each.after, divisor)}"
 
 
-def _remark(row: "StepDifference") -> str:
+def _step_remark(row: "StepDifference") -> str:
     if row.outcomes[0] != row.outcomes[1]:
         return " -> ".join(outcome.replace("_", " ") for outcome in row.outcomes)
     if row.ratio is None:
@@ -156,16 +158,16 @@ def _remark(row: "StepDifference") -> str:
     return ("slower" if row.ratio > 1 else "faster") + causes
 
 
-def _chosen(found: "RunDifference") -> Iterator["RenderableType"]:
+def _render_recommendations(found: "RunDifference") -> Iterator["RenderableType"]:
     one, other = found.chosen
     if one == other:
         return
     yield ""
     yield "recommended:"
-    yield from (f"  {letter}  {_choice(choice)}" for letter, choice in (("A", one), ("B", other)))
+    yield from (f"  {letter}  {_describe_choice(choice)}" for letter, choice in (("A", one), ("B", other)))
 
 
-def _choice(choice: "RecommendedConfiguration | None") -> str:
+def _describe_choice(choice: "RecommendedConfiguration | None") -> str:
     if choice is None:
         return "nothing yet"
     kind = f" of type {choice.type}" * bool(choice.type) + " on spot" * (choice.market == "spot")
@@ -175,24 +177,24 @@ def _choice(choice: "RecommendedConfiguration | None") -> str:
     )
 
 
-def _trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableType"]:
+def _render_trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableType"]:
     if not pairs:
         return
     heads = ("training", "", "nodes", "batch", "step (ms)", "time", "cost", "attempts", "best", "ended")
     made = table(heads, left=(0, 1, 8, 9))
     for pair in pairs:
         for letter, told in (("A", pair.before), ("B", pair.after)):
-            made.add_row(*(_training(letter, pair.part, told) if told else ("-", letter, *["-"] * 8)))
+            made.add_row(*(_training_row(letter, pair.part, told) if told else ("-", letter, *["-"] * 8)))
     yield ""
     yield made
 
 
-def _training(letter: str, part: str, told: "TrainingOverview") -> tuple[str, ...]:
+def _training_row(letter: str, part: str, told: "TrainingOverview") -> tuple[str, ...]:
     best = f"{told.best_of} {number(told.best, 4)}" if told.best_of and told.best is not None else "-"
     epoch = f" at epoch {told.best_epoch}" if told.best_epoch is not None and told.best_of else ""
     why = f": {'; '.join(told.causes)}" if told.causes else ""
     return (
-        f"{told.signature}{f' ({part_words(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (told.nodes, told.batch)), _ms(told.step_time),
+        f"{told.signature}{f' ({part_words(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (told.nodes, told.batch)), _format_ms(told.step_time),
         "-" if told.hours is None else duration(3600 * told.hours), "-" if told.cost is None else f"{number(told.cost)} {told.currency}", str(told.attempts), best + epoch,
         ("yes" if told.ended else "not yet") + why,
     )  # fmt: skip

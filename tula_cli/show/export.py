@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tula_cli.services.exporting.export import Exported
 
 
-def exported(found: "Sequence[Exported]") -> "Iterator[str]":
+def describe_exports(found: "Sequence[Exported]") -> "Iterator[str]":
     """A line or two a tracker."""
     for one in found:
         new = [
@@ -24,10 +24,10 @@ def exported(found: "Sequence[Exported]") -> "Iterator[str]":
         else:
             failed = "; not all, for it did not answer" if one.problem else ""
             yield f"{one.to}: sent {news}; {plural(one.runs, 'run')} there by now{failed}"
-        yield f"  {_look_at(one)}"
+        yield f"  {_describe_destination(one)}"
 
 
-def _look_at(one: "Exported") -> str:
+def _describe_destination(one: "Exported") -> str:
     """Return how to look at what a tracker has."""
     if one.to == "tensorboard":
         return f"tensorboard --logdir {one.uri}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def live(screen: Screen) -> Iterator["Live"]:
+def live_display(screen: Screen) -> Iterator["Live"]:
     """Show a status that changes: drawn in configuration on a terminal, otherwise one line a change."""
     if screen.quiet:
         yield Live(screen)
@@ -59,7 +59,7 @@ class ChangesLive(Live):
     def update(self, now: "RunStatus") -> None:
         super().update(now)
         for job in now.jobs:
-            self._say(job.id, _changes(job), _tail(job))
+            self._say(job.id, _describe_changes(job), _log_tail(job))
         train = now.training
         if train is not None:
             finished = ", finished" if train.finished else ""
@@ -71,7 +71,9 @@ class ChangesLive(Live):
         super().compared(now)
         cell = "" if now.cell is None else now.cell.description
         self._say(
-            "comparison", f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}", comparison(now)
+            "comparison",
+            f"{now.done} {now.failed} {now.running} {now.total} {cell} {now.waits}",
+            describe_comparison(now),
         )
 
     def _say(self, about: str, state: str, text: str) -> None:
@@ -80,11 +82,11 @@ class ChangesLive(Live):
             self.screen.note(text)
 
 
-def _changes(job: "JobStatus") -> str:
+def _describe_changes(job: "JobStatus") -> str:
     return f"{job.state} {job.done} {job.now} {job.reason}"
 
 
-def _tail(job: "JobStatus") -> str:
+def _log_tail(job: "JobStatus") -> str:
     """Return a job in one line."""
     parts = [f"{job.id}: {job.state}"]
     ended = job.kind == "probe" and job.state == "failed"  # what follows tells why, once
@@ -130,14 +132,14 @@ class DrawnLive(Live):
         from rich.console import Group
 
         super().compared(now)
-        parts = [comparison(now), *([training(now.training)] if now.training is not None else [])]
+        parts = [describe_comparison(now), *([training(now.training)] if now.training is not None else [])]
         self._live.update(Group(*parts), refresh=True)
 
 
 # --- compare
 
 
-def comparison(now: "Progress") -> str:
+def describe_comparison(now: "Progress") -> str:
     """One line: how far a comparison is, and what it does."""
     at_most, of_two = "at most " if now.undecided else "", f"round {now.round} of 2: " if now.round else ""
     parts = [f"{of_two}{now.done} of {at_most}{plural(now.total, 'training')} done"]

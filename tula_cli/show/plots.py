@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from tula_cli.run.records.recommendations import Prediction, Recommendation
     from tula_cli.services.comparison.accuracy import CompareReport
 
-
 # --- Canvas
 
 SHADES = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
@@ -30,7 +29,7 @@ class Curve:
     shade: str = ""  # of SHADES
 
 
-def draw(
+def draw_curves(
     title: str,
     curves: Sequence[Curve],
     *,
@@ -134,19 +133,19 @@ def _between(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int
 # --- Plots
 
 
-def key(row: "Prediction") -> tuple[str, int, int]:
+def configuration_key(row: "Prediction") -> tuple[str, int, int]:
     return row.type, row.nodes, row.batch
 
 
-def offer(row: "Prediction") -> tuple[str, int, int, str]:
-    return (*key(row), row.market)
+def offer_key(row: "Prediction") -> tuple[str, int, int, str]:
+    return (*configuration_key(row), row.market)
 
 
 MARKERS = "ox+#@%&=~"
 COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
+def render_plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
     """Time and cost against the global batch, one curve for each number (and type) of nodes; O marks the choice.
 
     Of many configurations only some are listed; where these are on more nodes than there are markers, there is one curve of
@@ -156,26 +155,26 @@ def plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
     if len({row.batch for row in rows}) < 2:
         return
     divisor, unit = time_unit(3600 * max(row.hours for row in rows))
-    curves = sorted({key(row)[:2] for row in rows})
+    curves = sorted({configuration_key(row)[:2] for row in rows})
     names = [f"{plural(count)}{f' of type {kind}' if kind else ''}" for kind, count in curves]
     best = len(curves) > len(MARKERS) and found.candidates is not None and found.candidates > len(rows)
-    for title, value in ((f"time ({unit})", _hours), (f"cost ({found.currency})", _cost)):
-        per = 3600 / divisor if value is _hours else 1.0
+    for title, value in ((f"time ({unit})", _hours_of), (f"cost ({found.currency})", _cost_of)):
+        per = 3600 / divisor if value is _hours_of else 1.0
         least: dict[tuple[str, int, int], float] = {}
         for row in rows:
-            at = ("", 0, row.batch) if best else key(row)
+            at = ("", 0, row.batch) if best else configuration_key(row)
             least[at] = min(least.get(at, math.inf), per * value(row))
         choice = found.choice.batch, per * value(found.choice)
-        yield _plot(title, least, choice=choice, width=width, color=color)
+        yield _draw_plot(title, least, choice=choice, width=width, color=color)
     legend = [f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, curves), names, strict=True)]
     yield "   ".join([*([f"{MARKERS[0]} the best of each batch"] if best else legend), "O chosen"])
 
 
-def _hours(row: "Prediction") -> float:
+def _hours_of(row: "Prediction") -> float:
     return row.hours
 
 
-def _cost(row: "Prediction") -> float:
+def _cost_of(row: "Prediction") -> float:
     return row.cost
 
 
@@ -183,7 +182,7 @@ def _cycle(choices: Sequence[str], items: Sequence[Any]) -> list[str]:
     return [choices[index % len(choices)] for index in range(len(items))]
 
 
-def _plot(
+def _draw_plot(
     title: str,
     values: dict[tuple[str, int, int], float],
     *,
@@ -198,14 +197,16 @@ def _plot(
         for kind, marker, shade in zip(kinds, _cycle(MARKERS, kinds), _cycle(COLORS, kinds), strict=True)
     ]
     curves.append(Curve([(math.log2(choice[0]), choice[1])], "O"))
-    return _over_batches(title, curves, batches, width=width, height=15, color=color)
+    return _curves_over_batches(title, curves, batches, width=width, height=15, color=color)
 
 
-def _over_batches(
+def _curves_over_batches(
     title: str, curves: Sequence[Curve], batches: Sequence[int], *, width: int, height: int, color: bool
 ) -> str:
     ticks = {math.log2(batch): str(batch) for batch in batches}
-    return draw(title, curves, ticks=ticks, label="global batch", width=min(width, 100), height=height, color=color)
+    return draw_curves(
+        title, curves, ticks=ticks, label="global batch", width=min(width, 100), height=height, color=color
+    )
 
 
 def comparison_plot(found: "CompareReport", *, width: int, color: bool) -> str:
@@ -225,6 +226,6 @@ def comparison_plot(found: "CompareReport", *, width: int, color: bool) -> str:
         for name, marker, shade in zip(names, _cycle(MARKERS, names), _cycle(COLORS, names), strict=True)
     ]
     title = "top-1 (%)" if found.metric == "top1" and not found.of_script else found.metric
-    drawn = _over_batches(title, curves, batches, width=width, height=18, color=color)
+    drawn = _curves_over_batches(title, curves, batches, width=width, height=18, color=color)
     legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, names), names, strict=True))
     return f"{drawn}\n{legend}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.plots import key, offer, plots
+from tula_cli.show.plots import configuration_key, offer_key, render_plots
 from tula_cli.show.tables import learnt, place_of, table
 from tula_cli.words import (
     duration,
@@ -79,7 +79,7 @@ def recommendation(
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
     yield from _rests_on(recommendation)
     yield from _fallback(recommendation)
-    for plot in () if pareto else plots(drawn or recommendation, width=width, color=color):
+    for plot in () if pareto else render_plots(drawn or recommendation, width=width, color=color):
         yield ""
         yield Text.from_ansi(plot)
 
@@ -295,7 +295,7 @@ def _shown(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:
 
     def rank(offers: Mapping[str, "Prediction"]) -> int:
         row = next(iter(offers.values()))
-        worth = [key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
+        worth = [configuration_key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
         return worth.index(True) if any(worth) else len(worth)
 
     ranks = [rank(offers) for offers in configs]
@@ -335,7 +335,7 @@ def predictions(recommendation: "Recommendation", *, every: bool = False) -> "Ta
     made = table(columns, left=words)
     for offers in _by_config(recommendation.rows) if every else _shown(recommendation):
         row = next(iter(offers.values()))
-        mark = marks.get(key(row), "")
+        mark = marks.get(configuration_key(row), "")
         made.add_row(
             f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
             *([row.type] if typed else []),
@@ -396,10 +396,10 @@ def front(recommendation: "Recommendation") -> "Table":
                f"cost\n({recommendation.currency})", *energy, "basis"]  # fmt: skip
     made = table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
     caveats = recommendation.caveats
-    runners_up = {offer(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
-    marks = {offer(recommendation.choice): "*", **runners_up}
+    runners_up = {offer_key(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
+    marks = {offer_key(recommendation.choice): "*", **runners_up}
     for row in rows:
-        mark = marks.get(offer(row), "")
+        mark = marks.get(offer_key(row), "")
         made.add_row(
             mark,
             *([row.type] if typed else []),
@@ -422,15 +422,17 @@ def _basis(row: "Prediction") -> str:
 
 
 def _marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:
-    runners_up = {key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])}
-    return {**runners_up, key(recommendation.choice): "*"}
+    runners_up = {
+        configuration_key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])
+    }
+    return {**runners_up, configuration_key(recommendation.choice): "*"}
 
 
 def _by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
     """Return what each configuration takes by market, in the order of the rows."""
     offers_by_configuration: dict[tuple[str, int, int], dict[str, Prediction]] = {}
     for row in rows:
-        offers_by_configuration.setdefault(key(row), {})[row.market] = row
+        offers_by_configuration.setdefault(configuration_key(row), {})[row.market] = row
     return list(offers_by_configuration.values())
 
 

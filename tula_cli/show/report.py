@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tula_cli.services.reporting.document import Document, Section
 
 
-def overview(document: "Document", *, written: Sequence[str]) -> Iterator["RenderableType"]:
+def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator["RenderableType"]:
     """Yield question, answer and facts, and a row a section."""
     from rich.text import Text
 
@@ -30,9 +30,9 @@ def overview(document: "Document", *, written: Sequence[str]) -> Iterator["Rende
     if written:
         yield from (f"wrote {path}" for path in written)
         return
-    yield f"{_count(document.sections)}: --html FILE for a page, --markdown, --latex, --csv DIR, --svg DIR"
+    yield f"{_count_sections(document.sections)}: --html FILE for a page, --markdown, --latex, --csv DIR, --svg DIR"
 
 
-def _count(sections: Sequence["Section"]) -> str:
+def _count_sections(sections: Sequence["Section"]) -> str:
     tables, figures = (sum(len(getattr(one, name)) for one in sections) for name in ("tables", "figures"))
     return f"{plural(tables, 'table')} and {plural(figures, 'figure')}"

@@ -27,12 +27,12 @@ _ASCII = str.maketrans("┌┐└┘┬┤│─━·•●◆★…–—−×�
 
 def spell_in_ascii(stream: TextIO) -> None:
     """From now on write something else for what a stream has no letters for: latin-1, and ascii where LC_ALL is C."""
-    codecs.register_error("tula", _nearest)
+    codecs.register_error("tula", _nearest_characters)
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="tula")
 
 
-def _nearest(error: UnicodeError) -> tuple[str | bytes, int]:
+def _nearest_characters(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter = error.object[error.start]
@@ -148,7 +148,7 @@ class Screen:
         """Give the answer: `data` in the envelope, or else the parts, which are made only when they are shown."""
         self._answered = True
         if self.as_json:
-            self._data = plain(data)
+            self._data = to_plain_data(data)
             return
         console = self._console(self.out)
         for part in parts:
@@ -164,7 +164,7 @@ class Screen:
 
     def line(self, text: str, data: Any) -> None:
         """Give one line of an answer that has no end (`tula logs`): text, or one JSON object a line."""
-        print(json.dumps(plain(data)) if self.as_json else without_controls(text), file=self.out, flush=True)
+        print(json.dumps(to_plain_data(data)) if self.as_json else without_controls(text), file=self.out, flush=True)
 
     def finish(self) -> None:
         """Print the envelope of a command that has an answer."""
@@ -196,7 +196,7 @@ class Screen:
             "status": self.status if error is None else "pending" if error.code == "pending" else "failed",
             "data": self._data,
             "warnings": self.warnings,
-            "error": None if error is None else _error(error),
+            "error": None if error is None else _error_data(error),
         }
         later: list[Lines] = []
 
@@ -237,9 +237,9 @@ class Screen:
         return CleanConsole(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip
 
 
-def _error(error: TulaError) -> dict[str, Any]:
+def _error_data(error: TulaError) -> dict[str, Any]:
     problems = error.problems if isinstance(error, SpecError) else ()
-    return {"code": error.code, "message": error.message, "hint": error.hint, "problems": plain(problems)}
+    return {"code": error.code, "message": error.message, "hint": error.hint, "problems": to_plain_data(problems)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,18 +259,18 @@ _TOKEN = "\0lines"
 """What no answer holds, in place of `Lines`."""
 
 
-def plain(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """Return a value in what JSON knows; a number that is none (nan, inf) is null, and `Lines` are left to be written."""
     if isinstance(value, Lines):
         return value
     if hasattr(value, "model_dump"):
-        return plain(value.model_dump(mode="json"))
+        return to_plain_data(value.model_dump(mode="json"))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): to_plain_data(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(inner) for inner in value]
+        return [to_plain_data(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

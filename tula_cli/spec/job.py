@@ -24,7 +24,7 @@ from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.schedules import ROUNDING, decayed_share, scheduled, warmup_factor
-from tula_cli.spec.scripts import script as section
+from tula_cli.spec.scripts import script as script_section
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import (
     MIN_STAGE_SHARE,
@@ -86,7 +86,7 @@ class JobSpec(Section):
         content = replace_old_keys(content)
         if not isinstance(content, Mapping) or content.get("script") is None:
             return content
-        return section.filled(content)
+        return script_section.fill_script_defaults(content)
 
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class JobSpec(Section):
         if not self.export:  # as before there was such a section
             content.pop("export", None)
         if self.script is not None:
-            return section.told(content)
+            return script_section.without_script_defaults(content)
         content.pop("script", None)
         return content
 
@@ -449,7 +449,7 @@ def max_decay_growth(spec: JobSpec) -> float:
 def train_length(spec: JobSpec) -> str:
     """Return how long a job trains, in words."""
     if spec.script is not None:
-        return section.length_words(spec.script)
+        return script_section.describe_length(spec.script)
     whole, trained = spec.train.epochs, spec.train.epochs_at_most
     return plural(whole, "epoch") if trained == whole else f"{trained} of {plural(whole, 'epoch')}"
 
@@ -580,7 +580,7 @@ def describe_training_method(spec: JobSpec) -> str:
     if script is None:
         reason = REASON if method == DEFAULT_METHOD else ""
         return describe_method(method, spec.optimizer.name, reason, _describe_settings(spec))
-    default, reason = section.default_train(script.command)
+    default, reason = script_section.default_train(script.command)
     is_default = default == spec.train.model_dump(include=set(default))
     return describe_method(method, None, reason if is_default else "")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.run.script_files import label, program, words_of
+from tula_cli.run.script_files import command_label, find_program, split_command
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def found(command: str, here: Path) -> str | None:
-    result = program(words_of(command), here, path=[])
+    result = find_program(split_command(command), here, path=[])
     return None if result is None else result.file.relative_to(here).as_posix()
 
 
@@ -69,7 +69,7 @@ def test_the_file_of_a_command_is_found_behind_launchers_and_their_options(
 def test_a_module_of_ones_own_is_found_as_an_import_would_find_it(
     here: Path, command: str, module: str, file: str
 ) -> None:
-    result = program(words_of(command), here, path=[])
+    result = find_program(split_command(command), here, path=[])
     assert result is not None
     assert (result.module, result.file, result.root) == (module, here / file, here)
 
@@ -77,8 +77,8 @@ def test_a_module_of_ones_own_is_found_as_an_import_would_find_it(
 def test_a_module_is_looked_for_where_pythonpath_says(here: Path) -> None:
     (here / "src" / "own").mkdir(parents=True)
     (here / "src" / "own" / "fit.py").touch()
-    assert program(["python", "-m", "own.fit"], here, path=[]) is None
-    result = program(["python", "-m", "own.fit"], here, path=["src"])
+    assert find_program(["python", "-m", "own.fit"], here, path=[]) is None
+    result = find_program(["python", "-m", "own.fit"], here, path=["src"])
     assert result is not None
     assert result.root == here / "src"
 
@@ -125,7 +125,7 @@ def test_a_link_is_followed_as_python_does(here: Path) -> None:
     (here / "deep").mkdir()
     (here / "deep" / "real.py").touch()
     (here / "linked.py").symlink_to("deep/real.py")
-    result = program(["linked.py"], here, path=[])
+    result = find_program(["linked.py"], here, path=[])
     assert result is not None
     assert (result.file, result.root) == (here / "deep" / "real.py", here / "deep")
 
@@ -145,4 +145,4 @@ def test_a_word_too_long_for_a_name_is_none(here: Path) -> None:
     ],
 )
 def test_people_know_a_command_by_one_word(command: str, expected: str) -> None:
-    assert label(command) == expected
+    assert command_label(command) == expected

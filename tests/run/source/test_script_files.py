@@ -11,7 +11,7 @@ from tula_cli.run import code, code_selection, script_files
 from tula_cli.run import code_selection as git_files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.run.script_files import in_snapshot, of_script, snapshot_path
+from tula_cli.run.script_files import command_in_snapshot, select_script_files, snapshot_python_path
 from tula_cli.run.secrets import may_be_secret, without_secrets
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunDir:
 def files(spec: JobSpec, workdir: Path, *path: str) -> tuple[list[str], list[str]]:
     """Return what is in the digest, and what else is copied."""
     assert spec.script is not None
-    found = of_script(spec.script, workdir, path=path)
+    found = select_script_files(spec.script, workdir, path=path)
     modules, others = (
         [file.relative_to(found.base).as_posix() for file in part] for part in (found.modules, found.others)
     )
@@ -129,8 +129,8 @@ def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: 
 def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_first(
     here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(code_selection, "MAX_FILE", 1000)
-    monkeypatch.setattr(code_selection, "MAX_FILES", 2000)
+    monkeypatch.setattr(code_selection, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(code_selection, "MAX_TOTAL_BYTES", 2000)
     write(
         here,
         {"a/far.py": "#" * 900, "main/train.py": "#" * 1500, "main/near.py": "#" * 400, "main/table.csv": "x" * 1001},
@@ -166,7 +166,7 @@ def test_a_walk_without_git_ends_and_tells_what_it_left_out(here: Path, monkeypa
     write(here, "data/net.py")
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings
     assert warning.startswith("data: too large for the snapshot of the code")
-    monkeypatch.setattr(script_files, "MAX_LOOKED", 4)
+    monkeypatch.setattr(script_files, "MAX_FILES_WALKED", 4)
     assert files(job(), here)[0] == ["train.py"]
     (warning,) = code.choose_code(None, job(), here, keep=True).warnings
     assert warning.startswith("a, b, data: too large")
@@ -249,17 +249,21 @@ def test_the_file_runs_from_the_snapshot_as_it_was_submitted(here: Path, run: Ru
     write(here, {"sub/train.py": "x = 2"})
     for named in ("sub/train.py", str(here / "sub" / "train.py"), "./sub/../sub/train.py"):
         words = ["torchrun", "--rdzv-conf", "conf.py", named, "-b", "8"]
-        assert in_snapshot(words, here, home) == [*words[:3], str(home / "sub/train.py"), "-b", "8"]
+        assert command_in_snapshot(words, here, home) == [*words[:3], str(home / "sub/train.py"), "-b", "8"]
     assert (home / "sub" / "train.py").read_text() == "x = 1"
-    assert snapshot_path(home) == [str(home / "sub")], "python does not look where only tula was called"
+    assert snapshot_python_path(home) == [str(home / "sub")], "python does not look where only tula was called"
     (here / "sub" / "train.py").unlink()
-    assert in_snapshot(["sub/train.py"], here, home) == [str(home / "sub/train.py")], "nor need it be there any more"
+    assert command_in_snapshot(["sub/train.py"], here, home) == [str(home / "sub/train.py")], (
+        "nor need it be there any more"
+    )
 
 
 def test_a_name_with_blanks_is_one_word(here: Path, run: RunDir) -> None:
     write(here / "a folder", "train.py")
     home = take(run, job("python 'a folder/train.py' -b {local_batch}"), here)
-    assert in_snapshot(["python", "a folder/train.py", "-b", "8"], here, home)[1] == str(home / "a folder" / "train.py")
+    assert command_in_snapshot(["python", "a folder/train.py", "-b", "8"], here, home)[1] == str(
+        home / "a folder" / "train.py"
+    )
 
 
 def test_a_module_is_found_in_the_snapshot(here: Path, run: RunDir) -> None:
@@ -269,8 +273,8 @@ def test_a_module_is_found_in_the_snapshot(here: Path, run: RunDir) -> None:
     assert found is not None
     assert found.modules == ("helper.py", "pkg/__init__.py", "pkg/train.py")
     words = ["python", "-m", "pkg.train", "-b", "8", "--config", "helper.py"]
-    assert in_snapshot(words, here, home) == words
-    assert snapshot_path(home) == [str(home)]
+    assert command_in_snapshot(words, here, home) == words
+    assert snapshot_python_path(home) == [str(home)]
 
 
 def test_folders_of_pythonpath_are_taken_from_the_snapshot(
@@ -281,7 +285,7 @@ def test_folders_of_pythonpath_are_taken_from_the_snapshot(
     with monkeypatch.context() as patch:
         patch.setattr("sys.path", ["", str(here / "src")])
         home = take(run, job("scripts/train.py {batch}"), here)
-    assert snapshot_path(home) == [str(home / "scripts"), str(home / "src")]
+    assert snapshot_python_path(home) == [str(home / "scripts"), str(home / "src")]
 
 
 def test_a_script_above_the_working_directory_comes_with_its_repository(here: Path, run: RunDir) -> None:
@@ -291,7 +295,7 @@ def test_a_script_above_the_working_directory_comes_with_its_repository(here: Pa
     found = run.code(home.name)
     assert found is not None
     assert (found.base, found.workdir, found.program) == (str(here), str(here / "exp"), "train.py")
-    assert in_snapshot(["../train.py", "8"], here / "exp", home) == [str(home / "train.py"), "8"]
+    assert command_in_snapshot(["../train.py", "8"], here / "exp", home) == [str(home / "train.py"), "8"]
 
 
 def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, run: RunDir, tmp_path: Path) -> None:
@@ -302,19 +306,19 @@ def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, ru
     found = run.code(home.name)
     assert found is not None
     assert found.modules == ("deep/net.py", "train.py", "utils.py")
-    assert in_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
+    assert command_in_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
 
 
 def test_without_a_snapshot_a_command_stays_as_it_is_and_one_that_is_gone_is_told(here: Path, run: RunDir) -> None:
-    assert in_snapshot(["train.py"], here, None) == ["train.py"]
-    assert snapshot_path(None) == []
+    assert command_in_snapshot(["train.py"], here, None) == ["train.py"]
+    assert snapshot_python_path(None) == []
     write(here, "train.py")
     home = take(run, job(), here)
     with pytest.raises(JobFailed, match=r"is not in the command: other\.py"):
-        in_snapshot(["other.py"], here, home)
+        command_in_snapshot(["other.py"], here, home)
     (home.parent / f"{home.name}.json").unlink()
     with pytest.raises(JobFailed, match="the snapshot of the code that was submitted is gone"):
-        snapshot_path(home)
+        snapshot_python_path(home)
 
 
 def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_working_directory(
@@ -326,7 +330,7 @@ def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_work
     (here / "far").symlink_to(tmp_path / "far")
     for module, modules in (("pkg.train", {"pkg/train.py", "beside.py"}), ("far.fit", {"far/fit.py", "far/net.py"})):
         home = take(run, job(f"python -m {module} -b {{batch}}"), here)
-        assert snapshot_path(home) == [str(home)]
+        assert snapshot_python_path(home) == [str(home)]
         found = run.code(home.name)
         assert found is not None and {*found.modules} >= modules
 

@@ -26,7 +26,7 @@ from tula_cli.services.reporting import comparison_document
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
-from tula_cli.show.html.page import page
+from tula_cli.show.html.page import render_page
 from tula_cli.spec.job import JobSpec
 
 SPEC = {
@@ -286,7 +286,7 @@ def test_without_lbt_among_the_rows_the_others_show_the_deviation(run: RunDir) -
 def test_the_plan_says_how_many_trainings_and_node_hours_it_takes_at_most(run: RunDir) -> None:
     planned = plan(run)
     assert (len(planned.missing), len(planned.standing.undecided)) == (4 + 3 * 3, 2 * 3)
-    told = "\n".join(str(line) for line in show_compare.compare_plan(planned))
+    told = "\n".join(str(line) for line in show_compare.render_compare_plan(planned))
     assert "at most 19 trainings to do, 0 of 19 done" in told
     assert "round 1: all rows but lbt for 4 of 16 epochs" in told and "at most 16.0 full trainings, not 18" in told
     launcher = Trains()
@@ -306,7 +306,7 @@ def test_the_trainings_that_are_done_never_exceed_what_was_planned(run: RunDir) 
 
 def test_progress_says_which_row_and_which_round(run: RunDir) -> None:
     steps = list(trainings.train_one_by_one(run, plan(run), Trains(), inspect=inspect))
-    told = [live.comparison(step) for step in steps if step.cell is not None or step.ended is not None]
+    told = [live.describe_comparison(step) for step in steps if step.cell is not None or step.ended is not None]
     assert told[0].startswith("round 1 of 2: 0 of at most 19 trainings done")
     assert any("now: ramp, batch 512, seed 5, 4 of 16 epochs" in text for text in told)
     assert any(text.startswith("round 2 of 2: ") and "now: lrs, batch 512, seed 5" in text for text in told)
@@ -392,11 +392,11 @@ def test_dropped_rows_are_shown_apart_with_their_epochs_and_the_reason(run: RunD
     }  # fmt: skip
     assert next(row for row in report.first_round if row.method == "ags").top1 == accuracy.SeedStatistics(60.0, None, 1)
     assert (report.finished, report.total, report.undecided) == (16, 16, 0)
-    shown = [str(line) for line in show_compare.compared(report, width=100, color=False)]
+    shown = [str(line) for line in show_compare.render_comparison(report, width=100, color=False)]
     assert "round 1: 4 of 16 epochs, one seed; not to be compared with full trainings" in shown
     assert report.answer in shown and "not distinguishable: ramp has top1 90.00 ± 1.0" in report.answer
     part = Part(None, run, run.spec())
-    content = page(comparison_document.document_of_comparison(part, plan(run).comparison, report, at=0.0))
+    content = render_page(comparison_document.document_of_comparison(part, plan(run).comparison, report, at=0.0))
     assert "First round: 4 of 16 epochs" in content and "dropped in round 1: number 3 of 4" in content
 
 

@@ -149,7 +149,7 @@ def test_check_tells_what_memory_holds_at_each_length_and_what_measuring_costs()
     alone = check(text({"lengths": [128]}), inspector=looks)
     assert report.node_hours_at_most == pytest.approx(alone.node_hours_at_most + 2 * 20 / 60)
     assert alone.lengths == () and report.expected.hours > alone.expected.hours  # type: ignore[union-attr]
-    shown = [str(part) for part in show_check.check(report, {})]
+    shown = [str(part) for part in show_check.render_check(report, {})]
     assert any("as if steps took as long at every length" in line for line in shown)
 
 

@@ -15,7 +15,7 @@ from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
 from tula_cli.services.reporting.document import Document
 from tula_cli.services.reporting.forms import csv_files, latex, markdown
-from tula_cli.show.html.page import page
+from tula_cli.show.html.page import render_page
 from tula_cli.show.screen import Screen
 from tula_cli.spec.resources import UNPRICED, Pricing
 
@@ -66,7 +66,7 @@ def test_a_price_has_its_column(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["html", "markdown", "latex", "csv"])
 def test_no_form_of_the_report_has_them_twice(form: str, document: Document) -> None:
-    write = {"html": page, "markdown": markdown.markdown, "latex": latex.latex, "csv": csv_files.together}[form]
+    write = {"html": render_page, "markdown": markdown.markdown, "latex": latex.latex, "csv": csv_files.together}[form]
     tables = tuple(replace(section, figures=()) for section in document.sections)  # to draw figures takes seconds
     text = write(replace(document, sections=tables))  # type: ignore[operator]
     assert repeated(text) == []

@@ -202,16 +202,16 @@ def test_no_link_is_followed(run: RunDir, tmp_path: Path) -> None:
 )
 def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(run, 100, 200, 300, best=300, shares=True)
-    drop = run_holdings._drop
+    drop = run_holdings._remove_folder
 
     def killed(path: Path) -> None:
         (path / "0.distcp").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_holdings, "_drop", killed)
+    monkeypatch.setattr(run_holdings, "_remove_folder", killed)
     with pytest.raises(KeyboardInterrupt):
         cleaned(run)
-    monkeypatch.setattr(run_holdings, "_drop", drop)
+    monkeypatch.setattr(run_holdings, "_remove_folder", drop)
     assert [path.name for path in run.training(SIGNATURE).checkpoints()] == ["000000000300.dcp", "000000000200.dcp"]
     assert not (run.path / "lock").exists()
     assert cleaned(run).files == 2
@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_removed_is_told_and_the_others_go(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(run_holdings, "_drop", refuse)
+    monkeypatch.setattr(run_holdings, "_remove_folder", refuse)
     done = service.free_space(service.measure_runs([run, other]))
     assert done.files == 1
     assert len(done.problems) == 1 and "Permission denied" in done.problems[0]
@@ -415,7 +415,7 @@ def test_a_run_that_is_named_and_must_stay_is_an_error(run: RunDir, monkeypatch:
 
 def test_another_users_run_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(run, 100, 200, 300)
-    monkeypatch.setattr(owner, "other", lambda path: "ada")
+    monkeypatch.setattr(owner, "other_owner", lambda path: "ada")
     code, _, err = tula(run.id, "--yes")
     assert code == NotYours.exit_code == 15 and "belongs to ada: you may not change it" in err
     code, out, err = tula("--yes")

@@ -46,12 +46,12 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def rich() -> str:
-    return document_page.page(documents.document())
+    return document_page.render_page(documents.document())
 
 
 @pytest.fixture(scope="module")
 def hostile() -> str:
-    return document_page.page(documents.hostile())
+    return document_page.render_page(documents.hostile())
 
 
 def test_the_question_and_the_answer_stand_before_all_else(rich: str) -> None:
@@ -100,7 +100,7 @@ def test_each_figure_has_its_numbers_behind_it_and_what_is_missing_is_said(rich:
 
 def test_the_numbers_of_a_figure_are_what_is_drawn() -> None:
     series = Series("a", (128, 256), (0.5754, None), measured=(True, False))
-    table = document_page.numbers(Figure("k", "t", "", "batch", "time (s)", (series,)))
+    table = document_page.figure_numbers(Figure("k", "t", "", "batch", "time (s)", (series,)))
     assert [column.title for column in table.columns] == ["series", "batch", "time (s)", "measured"]
     assert table.rows == (("a", 128, 0.5754, "true"), ("a", 256, None, "false"))
 
@@ -108,7 +108,7 @@ def test_the_numbers_of_a_figure_are_what_is_drawn() -> None:
 def test_of_very_many_numbers_the_first_are_shown_and_the_others_counted() -> None:
     x = tuple(float(place) for place in range(1500))
     figure = Figure("k", "t", "", "x", "y", (Series("a", x, x, style="line"),))
-    page = document_page.page(Document("t", "", "", "", (), (Section("s", "S", figures=(figure,)),)))
+    page = document_page.render_page(Document("t", "", "", "", (), (Section("s", "S", figures=(figure,)),)))
     assert "The first 1000 of 1500 rows." in page and "(1500 rows)" in page
 
 
@@ -116,7 +116,7 @@ def test_a_series_looks_the_same_in_all_figures_of_a_page() -> None:
     def figure(*names: str) -> Figure:
         return Figure("k", "t", "", "x", "y", tuple(Series(name, (1,), (1.0,)) for name in names))
 
-    drawn = document_page.Drawn()
+    drawn = document_page.DrawnFigures()
     assert drawn.looks_of(figure("lbt", "lrs", "ags")) == {"lbt": 0, "lrs": 1, "ags": 2}
     assert drawn.looks_of(figure("ags")) == {"ags": 2}
     assert drawn.looks_of(figure("other", "ags", "more")) == {"ags": 2, "other": 0, "more": 1}
@@ -131,11 +131,11 @@ def test_nothing_in_a_report_is_markup(hostile: str) -> None:
 
 
 def test_an_empty_report_is_a_page_all_the_same() -> None:
-    read = Reader(document_page.page(Document("", "", "", "", (), ())))
+    read = Reader(document_page.render_page(Document("", "", "", "", (), ())))
     assert read.all("main") and not read.all("nav") and not read.all("dl")
     table = Table("t", "T", (Column("a"),), ())
     assert Reader(
-        document_page.page(Document("t", "q", "a", "m", (Fact("", ""),), (Section("", "", tables=(table,)),)))
+        document_page.render_page(Document("t", "q", "a", "m", (Fact("", ""),), (Section("", "", tables=(table,)),)))
     )
 
 
@@ -179,7 +179,7 @@ def test_on_paper_no_figure_is_cut_and_all_is_light(needs_browser: None, tmp_pat
     report = documents.document()
     figures = tuple(dataclasses.replace(documents.of_memory(), title=f"Number {place}") for place in range(7))
     section = dataclasses.replace(report.sections[0], tables=(), figures=figures)
-    (tmp_path / "page.html").write_text(document_page.page(dataclasses.replace(report, sections=(section,))))
+    (tmp_path / "page.html").write_text(document_page.render_page(dataclasses.replace(report, sections=(section,))))
     out = tmp_path / "page.pdf"
     browser.start(f"--print-to-pdf={out}", "--no-pdf-header-footer", "--blink-settings=preferredColorScheme=0", (tmp_path / "page.html").as_uri())  # fmt: skip
     pages = len(re.findall(rb"/Type\s*/Page\b", out.read_bytes()))

@@ -163,7 +163,7 @@ def test_fifty_series_are_told_apart_below_the_axes() -> None:
     assert set(names) <= set(texts(root)) and not outside(root)
     looks = set()
     for place in range(50):
-        looks.add((figures.color(place), figures.marker(place), str(figures.dash(place))))
+        looks.add((figures.series_color(place), figures.series_marker(place), str(figures.series_dash(place))))
     assert len(looks) == 50
     bottom = max(float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text == "batch")
     legend = [float(text.get("y")) for text in root.iter(f"{SVG}text") if text.text in names]

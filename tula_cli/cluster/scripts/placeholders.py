@@ -6,8 +6,7 @@ from pathlib import Path
 
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec, lr_scale
-from tula_cli.spec.scripts import script as section
-from tula_cli.spec.scripts.script import Script
+from tula_cli.spec.scripts.script import Script, script_samples, script_steps
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,10 @@ def placeholder_values(
     }
     size = script.known_dataset_size
     if size is not None:
-        values["steps"], values["samples"] = section.steps(script, batch, size), section.samples(script, size)
+        values["steps"], values["samples"] = (
+            script_steps(script, batch, size),
+            script_samples(script, size),
+        )
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -21,9 +21,8 @@ from tula_cli.run.records.scripts import Killing, Phase, Rehearsal, RehearsalSta
 from tula_cli.run.records.tasks import RehearsalTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.spec.job import lr_scale
-from tula_cli.spec.scripts import script as section
 from tula_cli.spec.scripts.placeholders import fill, names
-from tula_cli.spec.scripts.script import Length
+from tula_cli.spec.scripts.script import Length, requested_samples, script_samples
 
 # --- Rows and tracebacks of a start
 
@@ -202,7 +201,7 @@ class ResumeTest:
             return script.length
         if script.length.epochs is not None:
             return Length(epochs=min(EPOCHS, script.length.epochs))
-        requested = section.samples_asked(script) or 0
+        requested = requested_samples(script) or 0
         return (
             Length(samples=min(requested, 3 * STEPS_BEFORE_KILL * self.task.batch))
             if script.save != "none"
@@ -360,10 +359,10 @@ def _is_usable(begin: Rehearsed) -> bool:
 
 def _samples_of_length(task: RehearsalTask, length: Length, size: int | None) -> int | None:
     script = script_of(task.spec).model_copy(update={"length": length})
-    requested = section.samples_asked(script)
+    requested = requested_samples(script)
     if requested is not None:
         return requested
-    return None if size is None else section.samples(script, size)
+    return None if size is None else script_samples(script, size)
 
 
 def _describe_ending(attempt: ScriptAttempt, reason: ExitReason, *, killed: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.scripts import Expected, ShimPlan
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.run.script_files import in_snapshot, snapshot_path
+from tula_cli.run.script_files import command_in_snapshot, snapshot_python_path
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import fill, render
 from tula_cli.spec.scripts.script import Script
@@ -172,7 +172,7 @@ class ScriptStart:
             arguments += render(script.probe.args, values)
         elif script.resume is not None and self.command.checkpoint:
             arguments += render(script.resume.args, values)
-        arguments = in_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
+        arguments = command_in_snapshot(arguments, Path(self.task.workdir), self._code_snapshot)
         if arguments[0].endswith(".py"):
             arguments = [sys.executable, "-u", *arguments]
         wrapper = [] if self.allocation.is_local else sbatch.wrapper_words(spec, environ=self.allocation.environ)
@@ -189,7 +189,7 @@ class ScriptStart:
         inherited = network | {
             name: value for name, value in allocation.environ.items() if name not in _GROUP_VARIABLES
         }
-        code = os.pathsep.join(snapshot_path(self._code_snapshot))
+        code = os.pathsep.join(snapshot_python_path(self._code_snapshot))
         path = os.pathsep.join(filter(None, [str(shim), code, inherited.get("PYTHONPATH", "")]))
         plan = str(self.attempt.plan_path)
         variables = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "TULA_PLAN": plan, "TULA_CODE": code}

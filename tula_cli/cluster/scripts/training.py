@@ -39,9 +39,8 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.run.secrets import values_without_secrets
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.spec.scripts import script as section
 from tula_cli.spec.scripts.placeholders import fill
-from tula_cli.spec.scripts.script import Resume, Rows, Script
+from tula_cli.spec.scripts.script import Resume, Rows, Script, script_samples
 from tula_cli.spec.signature import rehearsal_signature
 from tula_cli.words import rank_of
 
@@ -400,7 +399,7 @@ class ScriptTraining:
     def total_samples(self) -> int | None:
         """Samples of the whole training."""
         size = self.epoch_samples
-        return None if size is None else section.samples(script_of(self.task.spec), size)
+        return None if size is None else script_samples(script_of(self.task.spec), size)
 
     def base(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and the steps that an attempt begins with."""

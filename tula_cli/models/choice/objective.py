@@ -171,7 +171,7 @@ def _inside(points: list[tuple[float, float]]) -> list[bool]:
     return found
 
 
-def marked(rows: Offers) -> Offers:
+def mark_pareto(rows: Offers) -> Offers:
     """Return the rows with those marked that are in the front of time, cost and, where all tell it, energy."""
     energy = [rows.kwh] if not np.isnan(rows.kwh).any() else []
     return replace(rows, pareto=front(np.stack([rows.hours, rows.cost, *energy], axis=1)))

@@ -10,7 +10,7 @@ from tula_cli.cluster import launcher
 from tula_cli.errors import require_list
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.run.code import run_of_job
-from tula_cli.run.owner import other
+from tula_cli.run.owner import other_owner
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
 from tula_cli.services import check as checking
@@ -164,7 +164,7 @@ def recommend(
     make_launcher = functools.partial(launcher.launcher_for, submits=False)
     answer = recommending.answer_query(call.run, call.spec, criteria, launcher_for=make_launcher, overrides=overrides)
     recommendation = answer.recommendation
-    renews = recommending.should_replace(recommendation, call.run.recommendation()) and not other(call.run.path)
+    renews = recommending.should_replace(recommendation, call.run.recommendation()) and not other_owner(call.run.path)
     if save if save is not None else renews:
         write = functools.partial(recommending.save_answer, overrides=overrides, job=call.job, every=every)
         save_or_warn(functools.partial(write, call.run, call.spec, answer), is_required=bool(save))

@@ -29,7 +29,7 @@ from tula_cli.services.recommendation.other_sizes import CachedTrainings, measur
 from tula_cli.services.recommendation.saves import newest_saves
 from tula_cli.services.recommendation.validation import Validation, cross_validate_strategies
 from tula_cli.spec.job import JobSpec, train_length
-from tula_cli.spec.scripts.script import samples
+from tula_cli.spec.scripts.script import script_samples
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def trained_epochs(spec: JobSpec, dataset_size: int) -> int:
     """
     if spec.script is None:
         return spec.train.epochs
-    return max(1, round(samples(spec.script, dataset_size) / dataset_size))
+    return max(1, round(script_samples(spec.script, dataset_size) / dataset_size))
 
 
 def describe_epochs(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:

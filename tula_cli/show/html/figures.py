@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-
 # --- Colours
 #
 # The curves' colours are after Okabe and Ito (2008), darkened to a contrast of 3 and more with white, and lightened for a dark
@@ -60,26 +59,26 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the look
 DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 1.5, 1.5, 1.5)))
 
 
-def color(index: int) -> str:
+def series_color(index: int) -> str:
     """Return the light colour of a series by its place."""
     return LIGHT[SERIES[index % len(SERIES)]]
 
 
-def marker(index: int) -> str:
+def series_marker(index: int) -> str:
     return MARKERS[index % len(MARKERS)]
 
 
-def dash(index: int) -> Any:
+def series_dash(index: int) -> Any:
     """Return how a curve is broken, as matplotlib names it."""
     return DASHES[index // len(SERIES) % len(DASHES)]
 
 
-def variables(colors: dict[str, str]) -> str:
+def css_variables(colors: dict[str, str]) -> str:
     """Return the colours as variables of a style sheet."""
     return "".join(f"--{role}:{value};" for role, value in colors.items())
 
 
-def rules() -> str:
+def css_rules() -> str:
     """Return the rules that give what is drawn in a role's colour that of the page; see plain_svg."""
     return "".join(f".fill-{role}{{fill:var(--{role})}}.stroke-{role}{{stroke:var(--{role})}}" for role in LIGHT)
 
@@ -89,17 +88,17 @@ def rules() -> str:
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def clean(text: str) -> str:
+def remove_control_characters(text: str) -> str:
     """Return a text without what neither XML nor HTML can hold: control characters, halves of characters."""
     return _UNFIT.sub("\ufffd", text)
 
 
-def width(text: str) -> float:
+def text_width(text: str) -> float:
     """Return how wide a text is at most in a font as wide as DejaVu Sans, 1 being an ordinary letter (0.62 em)."""
-    return sum(map(_width, text))
+    return sum(map(_character_width, text))
 
 
-def _width(letter: str) -> float:
+def _character_width(letter: str) -> float:
     if unicodedata.combining(letter):
         return 0.0
     if unicodedata.east_asian_width(letter) in "WF":
@@ -109,39 +108,39 @@ def _width(letter: str) -> float:
     return 1.0 if letter.isascii() and not letter.isupper() else 1.35
 
 
-def foreign(text: str) -> bool:
+def is_wide_script(text: str) -> bool:
     """Return whether a text has letters that the font has not which words are measured with."""
     return any(ord(letter) > 0x24FF and letter not in "…★◆−→" for letter in text)
 
 
-def lines(text: str, wide: float, most: int) -> list[str]:
+def wrap_lines(text: str, wide: float, most: int) -> list[str]:
     """Return a text in lines of a width; what does not fit in the most of them ends in an ellipsis.
 
     It is broken at spaces, and within words that are longer than a line.
     """
     found = [""]
-    for word in clean(text).split():
+    for word in remove_control_characters(text).split():
         joined = f"{found[-1]} {word}".strip()
-        if width(joined) <= wide:
+        if text_width(joined) <= wide:
             found[-1] = joined
             continue
         if found[-1]:
             found.append("")
         for letter in word:
-            if width(found[-1] + letter) > wide:
+            if text_width(found[-1] + letter) > wide:
                 found.append("")
             found[-1] += letter
     if len(found) > most:
         last = found[most - 1]
-        while width(last) > wide - 1.6:
+        while text_width(last) > wide - 1.6:
             last = last[:-1]
         found = [*found[: most - 1], f"{last.rstrip()}…"]
     return found
 
 
-def fitted(text: str, wide: float, most: int = 2) -> str:
+def fit_text(text: str, wide: float, most: int = 2) -> str:
     """Return a text in at most so many lines of a width."""
-    return "\n".join(lines(text, wide, most))
+    return "\n".join(wrap_lines(text, wide, most))
 
 
 # --- Numbers at ticks
@@ -152,7 +151,7 @@ CHARACTER = 6.7  # units of a drawing that a digit takes
 _GAP = 12.0  # units between two words
 
 
-def ticks(low: float, high: float, scale: str, *, most: int) -> list[float]:
+def place_ticks(low: float, high: float, scale: str, *, most: int) -> list[float]:
     """Return round numbers between two bounds, ascending.
 
     Args:
@@ -162,27 +161,27 @@ def ticks(low: float, high: float, scale: str, *, most: int) -> list[float]:
         most: how many at most; at least 2.
     """
     if scale == "log2":
-        found = _powers(low, high, 2.0, most)
+        found = _power_ticks(low, high, 2.0, most)
     elif scale == "log":
-        found = _decades(low, high, most)
+        found = _decade_ticks(low, high, most)
     else:
-        return _linear(low, high, most)
-    return found if len(found) > 1 else _linear(low, high, min(most, 4))
+        return _linear_ticks(low, high, most)
+    return found if len(found) > 1 else _linear_ticks(low, high, min(most, 4))
 
 
-def fitting(low: float, high: float, scale: str, *, length: float) -> list[float]:
+def fit_ticks(low: float, high: float, scale: str, *, length: float) -> list[float]:
     """Return as many `ticks` as have room for their words beside each other on an axis of `length` units."""
     for most in range(10 if scale == "log2" else 7, 2, -1):
-        found = ticks(low, high, scale, most=most)
-        if _fit(found, low, high, scale, length):
+        found = place_ticks(low, high, scale, most=most)
+        if _thin_ticks(found, low, high, scale, length):
             return found
-    return ticks(low, high, scale, most=2)
+    return place_ticks(low, high, scale, most=2)
 
 
-def _fit(found: Sequence[float], low: float, high: float, scale: str, length: float) -> bool:
+def _thin_ticks(found: Sequence[float], low: float, high: float, scale: str, length: float) -> bool:
     place: Callable[[float], float] = float if scale == "linear" else math.log
     per = length / (place(high) - place(low))
-    told = words(found, scale)
+    told = format_ticks(found, scale)
     pairs = zip(zip(found, told, strict=True), zip(found[1:], told[1:], strict=True), strict=False)
     return all(
         per * (place(right) - place(left)) >= CHARACTER * (len(word) + len(next_word)) / 2 + _GAP
@@ -190,7 +189,7 @@ def _fit(found: Sequence[float], low: float, high: float, scale: str, length: fl
     )
 
 
-def _linear(low: float, high: float, most: int) -> list[float]:
+def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
@@ -201,65 +200,65 @@ def _linear(low: float, high: float, most: int) -> list[float]:
     return [count / round(1 / step) if step < 1 else count * step for count in range(first, last + 1)]
 
 
-def _powers(low: float, high: float, base: float, most: int) -> list[float]:
+def _power_ticks(low: float, high: float, base: float, most: int) -> list[float]:
     first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
     every = max(1, math.ceil((last - first + 1) / most))
     return [base**power for power in range(first, last + 1, every)]
 
 
-def _decades(low: float, high: float, most: int) -> list[float]:
+def _decade_ticks(low: float, high: float, most: int) -> list[float]:
     for factors in ((1, 2, 5), (1, 3), (1,)):
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
         shown = [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
         if len(shown) <= most:
             return shown
-    return _powers(low, high, 10.0, most)
+    return _power_ticks(low, high, 10.0, most)
 
 
-def words(values: Iterable[float], scale: str = "linear") -> list[str]:
+def format_ticks(values: Iterable[float], scale: str = "linear") -> list[str]:
     """Return numbers of one axis in words: on a linear one all in one unit, with as few decimals as are right."""
     known = list(values)
     if scale != "linear":
-        return [_plain(value) if scale == "log2" else short(value) for value in known]
+        return [_format_plain(value) if scale == "log2" else format_short(value) for value in known]
     largest = max((abs(value) for value in known), default=0.0)
     least = min((abs(value) for value in known if value), default=1.0)
     if largest >= 1e15 or least < 1e-4:
-        return [_power_words(value) for value in known]
-    size, suffix = _unit(largest)
-    decimals = next(count for count in range(_MOST_DECIMALS + 1) if _told(known, size, count))
+        return [_format_power(value) for value in known]
+    size, suffix = _tick_unit(largest)
+    decimals = next(count for count in range(_MOST_DECIMALS + 1) if _are_distinct(known, size, count))
     return ["0" if value == 0 else f"{value / size:.{decimals}f}{suffix}".replace("-", "−") for value in known]
 
 
-def _unit(value: float) -> tuple[float, str]:
+def _tick_unit(value: float) -> tuple[float, str]:
     size, suffix = next(((size, suffix) for size, suffix in _SUFFIXES if value >= size), (1.0, ""))
     return (1e3 if suffix == "k" else size), suffix
 
 
-def _plain(value: float) -> str:
+def _format_plain(value: float) -> str:
     """Return a power of two as batches are known, 65536, not 65.5k, and as scaling factors are: 1/64."""
     if 1e-6 < value < 1 and 1 / value == round(1 / value):
         return f"1/{1 / value:.0f}"
-    return f"{value:.0f}" if 1 <= abs(value) < 1e6 and value == round(value) else short(value)
+    return f"{value:.0f}" if 1 <= abs(value) < 1e6 and value == round(value) else format_short(value)
 
 
-def _told(values: Sequence[float], size: float, decimals: int) -> bool:
+def _are_distinct(values: Sequence[float], size: float, decimals: int) -> bool:
     """Return whether these decimals suffice; some numbers need more than there are."""
     if decimals == _MOST_DECIMALS:
         return True
     return all(math.isclose(float(f"{v / size:.{decimals}f}"), v / size, rel_tol=1e-9, abs_tol=0.0) for v in values)
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """Return one number: 1.2M, 40k, 0.05; at most 4 significant digits."""
     if value and not 1e-4 <= abs(value) < 1e15:
-        return _power_words(value)
-    size, suffix = _unit(abs(value))
+        return _format_power(value)
+    size, suffix = _tick_unit(abs(value))
     told = f"{value / size:.4g}" if size > 1 or abs(value) < 1e3 else f"{value:.0f}"
     return f"{told}{suffix}".replace("-", "−")
 
 
-def _power_words(value: float) -> str:
+def _format_power(value: float) -> str:
     if value == 0:
         return "0"
     mantissa, _, power = f"{value:.3g}".partition("e")
@@ -286,7 +285,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Drawable:
+class DrawnSeries:
     """A series as numbers that can be drawn; nan is a gap. `index` is what its looks follow from."""
 
     name: str
@@ -301,7 +300,7 @@ class Drawable:
 
     @property
     def color(self) -> str:
-        return color(self.index)
+        return series_color(self.index)
 
     @property
     def known(self) -> list[bool]:
@@ -309,18 +308,18 @@ class Drawable:
 
 
 @dataclass
-class Places:
+class Positions:
     """Where x values lie: at themselves, or side by side where there are bars or categories."""
 
     figure: Figure
     order: list[float] = field(default_factory=list)  # x values of bars that are no categories
 
     @classmethod
-    def of(cls, figure: Figure) -> "Places":
+    def of(cls, figure: Figure) -> "Positions":
         bars = any(series.style in _BARS for series in figure.series)
         if figure.x_scale == "category" or not bars:
             return cls(figure)
-        return cls(figure, sorted({x for series in figure.series for x in series.x if _drawable(x, "linear")}))
+        return cls(figure, sorted({x for series in figure.series for x in series.x if _is_drawable(x, "linear")}))
 
     @property
     def discrete(self) -> bool:
@@ -332,26 +331,26 @@ class Places:
 
     def of_x(self, x: float | None) -> float:
         """Return the place of a value; nan where it has none."""
-        if x is None or not _drawable(x, self.scale):
+        if x is None or not _is_drawable(x, self.scale):
             return NAN
         return float(self.order.index(x)) if x in self.order else NAN if self.order else x
 
 
-def _drawable(value: float | None, scale: str) -> bool:
+def _is_drawable(value: float | None, scale: str) -> bool:
     return value is not None and math.isfinite(value) and abs(value) < _HUGE and (scale == "linear" or value > 0)
 
 
-def drawables(figure: Figure, places: Places, looks: Mapping[str, int]) -> list[Drawable]:
+def drawn_series(figure: Figure, places: Positions, looks: Mapping[str, int]) -> list[DrawnSeries]:
     """Return the series that have something to draw, in the looks that their names have, else by their places."""
     found = []
     for index, series in enumerate(figure.series):
-        one = _drawable_of(series, looks.get(series.name, index), places, figure.y_scale)
+        one = _drawn_series_of(series, looks.get(series.name, index), places, figure.y_scale)
         if any(one.known):
             found.append(one)
     return found
 
 
-def _drawable_of(series: Series, index: int, places: Places, scale: str) -> Drawable:
+def _drawn_series_of(series: Series, index: int, places: Positions, scale: str) -> DrawnSeries:
     count = len(series.x)
     measured = series.measured if series.measured is not None else (True,) * count
     rows = []
@@ -359,15 +358,15 @@ def _drawable_of(series: Series, index: int, places: Places, scale: str) -> Draw
         at = places.of_x(x)
         low, high = (None if bounds is None else bounds[place] for bounds in (series.low, series.high))
         if not math.isnan(at):
-            value = float(y) if y is not None and _drawable(y, scale) else NAN
-            rows.append((at, value, *_interval(low, high, value, scale), measured[place]))
+            value = float(y) if y is not None and _is_drawable(y, scale) else NAN
+            rows.append((at, value, *_clip_interval(low, high, value, scale), measured[place]))
     # A curve goes from left to right.
     rows.sort(key=lambda row: row[0])
     xs, ys, lows, highs, filled = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [], [], [])
-    return Drawable(series.name, series.style, index, xs, ys, lows, highs, filled, series.measured is not None)
+    return DrawnSeries(series.name, series.style, index, xs, ys, lows, highs, filled, series.measured is not None)
 
 
-def _interval(low: float | None, high: float | None, value: float, scale: str) -> tuple[float, float]:
+def _clip_interval(low: float | None, high: float | None, value: float, scale: str) -> tuple[float, float]:
     """Return the bounds that hold the value; nan where nothing is known of it. On a logarithmic axis none is 0 or less."""
     if math.isnan(value) or (low is None and high is None):
         return NAN, NAN
@@ -379,18 +378,18 @@ def _interval(low: float | None, high: float | None, value: float, scale: str) -
 # --- curves and points
 
 
-def draw_curve(axes: "Axes", one: Drawable, *, shift: float) -> Entry:
+def draw_curve(axes: "Axes", one: DrawnSeries, *, shift: float) -> Entry:
     """Draw a curve or points, with intervals; return its line of the legend."""
     from matplotlib.lines import Line2D
 
     x = [place + shift for place in one.x]
     line = one.style != "points"
     lonely = one.style == "line" or (line and len(x) > _MANY)
-    dashes: Any = dash(one.index) if line else "none"
+    dashes: Any = series_dash(one.index) if line else "none"
     _draw_interval(axes, one, x, band=one.style == "line" or (line and len(x) >= _BAND))
     if line:
         axes.plot(x, one.y, color=one.color, linestyle=dashes, linewidth=1.6, zorder=3)
-    dots = _alone(one.known) if lonely else one.known
+    dots = _isolated_points(one.known) if lonely else one.known
     for filled in (True, False):
         shown = [place for place, dot in enumerate(dots) if dot and one.filled[place] == filled]
         if shown:
@@ -400,15 +399,15 @@ def draw_curve(axes: "Axes", one: Drawable, *, shift: float) -> Entry:
                 linestyle="none",
                 zorder=4,
                 clip_on=False,  # or half of a point on an axis were cut off
-                **_marker(one, filled=filled),
+                **_marker_style(one, filled=filled),
             )
-    look = {} if lonely else _marker(one, filled=any(one.filled))
+    look = {} if lonely else _marker_style(one, filled=any(one.filled))
     return Entry(Line2D([], [], color=one.color, linestyle=dashes, linewidth=1.6, **look), one.name)
 
 
-def _marker(one: Drawable, *, filled: bool) -> dict[str, Any]:
+def _marker_style(one: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     return {
-        "marker": marker(one.index),
+        "marker": series_marker(one.index),
         "markersize": 5.5,
         "markeredgewidth": 1.3,
         "markeredgecolor": one.color,
@@ -416,7 +415,7 @@ def _marker(one: Drawable, *, filled: bool) -> dict[str, Any]:
     }
 
 
-def _alone(known: Sequence[bool]) -> list[bool]:
+def _isolated_points(known: Sequence[bool]) -> list[bool]:
     """Return which points a line would not show: those between gaps."""
     padded = [False, *known, False]
     return [
@@ -424,7 +423,7 @@ def _alone(known: Sequence[bool]) -> list[bool]:
     ]
 
 
-def _draw_interval(axes: "Axes", one: Drawable, x: Sequence[float], *, band: bool) -> None:
+def _draw_interval(axes: "Axes", one: DrawnSeries, x: Sequence[float], *, band: bool) -> None:
     if all(math.isnan(low) for low in one.low):
         return
     if band:
@@ -433,7 +432,7 @@ def _draw_interval(axes: "Axes", one: Drawable, x: Sequence[float], *, band: boo
         axes.errorbar(
             x,
             one.y,
-            yerr=_lengths(one),
+            yerr=_error_lengths(one),
             fmt="none",
             color=one.color,
             ecolor=one.color,
@@ -443,7 +442,7 @@ def _draw_interval(axes: "Axes", one: Drawable, x: Sequence[float], *, band: boo
         )
 
 
-def _lengths(one: Drawable) -> list[list[float]]:
+def _error_lengths(one: DrawnSeries) -> list[list[float]]:
     return [
         [y - low for y, low in zip(one.y, one.low, strict=True)],
         [high - y for y, high in zip(one.y, one.high, strict=True)],
@@ -453,7 +452,7 @@ def _lengths(one: Drawable) -> list[list[float]]:
 # --- bars
 
 
-def draw_bars(axes: "Axes", bars: Sequence[Drawable]) -> list[Entry]:
+def draw_bars(axes: "Axes", bars: Sequence[DrawnSeries]) -> list[Entry]:
     """Draw bars side by side and stacked ones on each other; return their lines of the legend."""
     beside = [one for one in bars if one.style == "bars"]
     stacked = [one for one in bars if one.style == "stacked"]
@@ -480,7 +479,7 @@ def draw_bars(axes: "Axes", bars: Sequence[Drawable]) -> list[Entry]:
 
 
 def _draw_bar(
-    axes: "Axes", one: Drawable, x: Sequence[float], bottoms: Sequence[float], wide: float, top: float | None = None
+    axes: "Axes", one: DrawnSeries, x: Sequence[float], bottoms: Sequence[float], wide: float, top: float | None = None
 ) -> Entry:
     """Draw the bars of a series: full ones measured, pale ones with an edge predicted."""
     from matplotlib.patches import Patch
@@ -494,14 +493,14 @@ def _draw_bar(
                 wide,
                 [bottoms[place] for place in shown],
                 zorder=2,
-                **{**_bar(one, filled=filled), **_edges([one.y[place] for place in shown], top)},
+                **{**_bar_style(one, filled=filled), **_bar_edges([one.y[place] for place in shown], top)},
             )
     if not all(math.isnan(low) for low in one.low):
         middle = [y + bottom for y, bottom in zip(one.y, bottoms, strict=True)]
         axes.errorbar(
             x,
             middle,
-            yerr=_lengths(one),
+            yerr=_error_lengths(one),
             fmt="none",
             color=LIGHT["ink"],
             ecolor=LIGHT["ink"],
@@ -509,15 +508,15 @@ def _draw_bar(
             capsize=3,
             zorder=3,
         )
-    return Entry(Patch(**_bar(one, filled=any(one.filled))), one.name)
+    return Entry(Patch(**_bar_style(one, filled=any(one.filled))), one.name)
 
 
-def _edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
+def _bar_edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
     """Return edges that leave something of the lowest bars of a stack, which is `top` high."""
     return {} if top is None else {"linewidth": [0.8 if abs(height) > 0.02 * top else 0.0 for height in heights]}
 
 
-def _bar(one: Drawable, *, filled: bool) -> dict[str, Any]:
+def _bar_style(one: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     if filled:
         return {"facecolor": one.color, "edgecolor": LIGHT["paper"], "linewidth": 0.8}
     return {"facecolor": LIGHT["paper"], "edgecolor": one.color, "linewidth": 1.2}
@@ -538,7 +537,7 @@ def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
             for i, shares in enumerate(density.shares)
             for j, share in enumerate(shares)
             if low < share <= high or (share > 1 and high == 1)
-            for corner in _corners(density.x_edges[i : i + 2], density.y_edges[j : j + 2], y_scale)
+            for corner in _cell_corners(density.x_edges[i : i + 2], density.y_edges[j : j + 2], y_scale)
         ]
         if corners:
             codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(corners) // 5)
@@ -550,8 +549,8 @@ def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
     return found
 
 
-def _corners(x: Sequence[float], y: Sequence[float], y_scale: str) -> list[tuple[float, float]]:
-    if not all(_drawable(value, "linear") for value in x) or not all(_drawable(value, y_scale) for value in y):
+def _cell_corners(x: Sequence[float], y: Sequence[float], y_scale: str) -> list[tuple[float, float]]:
+    if not all(_is_drawable(value, "linear") for value in x) or not all(_is_drawable(value, y_scale) for value in y):
         return []
     (left, right), (bottom, top) = x, y
     return [(left, bottom), (right, bottom), (right, top), (left, top), (left, bottom)]
@@ -566,26 +565,26 @@ _TALL = 2.2  # of a vertical tick's room, in its words' width: they stand above 
 _SLANTED = 14  # units between slanted words
 
 
-def scale_x(axes: "Axes", figure: Figure, places: Places) -> float:
+def scale_x(axes: "Axes", figure: Figure, places: Positions) -> float:
     """Set limits and ticks of the horizontal axis; return how many units more its words take."""
     low, high = axes.dataLim.intervalx
     if places.discrete:
-        return _categories(axes, figure, places, low, high)
+        return _scale_categories(axes, figure, places, low, high)
     if places.scale == "linear" and figure.density is not None:
         axes.set_xlim(low, high)
     else:
-        axes.set_xlim(*_padded(low, high, places.scale, zero=False))
+        axes.set_xlim(*_pad_range(low, high, places.scale, zero=False))
     low, high = axes.get_xlim()
     known = sorted({x for series in figure.series for x in series.x if low <= x <= high})
-    found = fitting(low, high, places.scale, length=_AXIS)
-    if places.scale == "log2" and len(known) <= 7 and _apart(known, low, high):
+    found = fit_ticks(low, high, places.scale, length=_AXIS)
+    if places.scale == "log2" and len(known) <= 7 and _are_apart(known, low, high):
         found = known  # the batches themselves
-    _ticks(axes.xaxis, found, words(found, places.scale))
+    _set_ticks(axes.xaxis, found, format_ticks(found, places.scale))
     return 0.0
 
 
-def _apart(known: Sequence[float], low: float, high: float) -> bool:
-    told = words(known, "log2")
+def _are_apart(known: Sequence[float], low: float, high: float) -> bool:
+    told = format_ticks(known, "log2")
     per = _AXIS / math.log(high / low)
     return all(
         per * math.log(right / left) >= CHARACTER * (len(word) + len(other)) / 2 + 8
@@ -593,23 +592,23 @@ def _apart(known: Sequence[float], low: float, high: float) -> bool:
     )
 
 
-def _categories(axes: "Axes", figure: Figure, places: Places, low: float, high: float) -> float:
-    texts = [short(x) for x in places.order] if places.order else list(figure.categories)
+def _scale_categories(axes: "Axes", figure: Figure, places: Positions, low: float, high: float) -> float:
+    texts = [format_short(x) for x in places.order] if places.order else list(figure.categories)
     last = max(len(texts) - 1, round(high))
     texts += [str(place) for place in range(len(texts), last + 1)]
     axes.set_xlim(min(low, -0.5), max(high, last + 0.5))
     axes.grid(visible=False, axis="x")
     room = _AXIS / (last + 1) / CHARACTER - 0.8
-    if all(width(part) <= room for text in texts for part in text.split()):
-        told = [fitted(text, room, 3) for text in texts]
-        _ticks(axes.xaxis, list(range(last + 1)), told)
+    if all(text_width(part) <= room for text in texts for part in text.split()):
+        told = [fit_text(text, room, 3) for text in texts]
+        _set_ticks(axes.xaxis, list(range(last + 1)), told)
         return _LINE * max((text.count("\n") for text in told), default=0)
     every = max(1, -(-(last + 1) * _SLANTED // int(_AXIS)))
-    told = [lines(text, 22, 1)[0] for text in texts[::every]]
-    _ticks(axes.xaxis, list(range(0, last + 1, every)), told)
+    told = [wrap_lines(text, 22, 1)[0] for text in texts[::every]]
+    _set_ticks(axes.xaxis, list(range(0, last + 1, every)), told)
     for word in axes.get_xticklabels():
         word.set(rotation=38, ha="right", rotation_mode="anchor")
-    return 0.62 * CHARACTER * max(map(width, told), default=0)
+    return 0.62 * CHARACTER * max(map(text_width, told), default=0)
 
 
 def scale_y(axes: "Axes", figure: Figure, *, bars: bool) -> None:
@@ -619,13 +618,13 @@ def scale_y(axes: "Axes", figure: Figure, *, bars: bool) -> None:
     if figure.density is not None and not figure.series:
         axes.set_ylim(low, high)
     else:
-        axes.set_ylim(*_padded(low, high, figure.y_scale, zero=bars))
+        axes.set_ylim(*_pad_range(low, high, figure.y_scale, zero=bars))
     low, high = axes.get_ylim()
-    found = fitting(low, high, figure.y_scale, length=_UPRIGHT * _TALL)
-    _ticks(axes.yaxis, found, words(found, figure.y_scale))
+    found = fit_ticks(low, high, figure.y_scale, length=_UPRIGHT * _TALL)
+    _set_ticks(axes.yaxis, found, format_ticks(found, figure.y_scale))
 
 
-def _padded(low: float, high: float, scale: str, *, zero: bool) -> tuple[float, float]:
+def _pad_range(low: float, high: float, scale: str, *, zero: bool) -> tuple[float, float]:
     """Return limits with room around the values; they begin at 0 where that is near, or bars do."""
     if scale != "linear":
         room = max((high / low) ** 0.06, 1.1) if high > low else 2.0
@@ -636,16 +635,16 @@ def _padded(low: float, high: float, scale: str, *, zero: bool) -> tuple[float, 
     return low - room, 0.0 if zero and high <= 0 else high + room
 
 
-def _ticks(axis: Any, places: Sequence[float], told: Sequence[str]) -> None:
+def _set_ticks(axis: Any, places: Sequence[float], told: Sequence[str]) -> None:
     from matplotlib.ticker import NullLocator
 
     axis.set_minor_locator(NullLocator())
-    axis.set_ticks(list(places), labels=[clean(text) for text in told])
+    axis.set_ticks(list(places), labels=[remove_control_characters(text) for text in told])
 
 
-def label(axes: "Axes", figure: Figure, *, numbered: bool) -> float:
+def label_axes(axes: "Axes", figure: Figure, *, numbered: bool) -> float:
     """Write what the axes are, that of the vertical one above it; return how many units more they take."""
-    above, below = fitted(figure.y_label, 50), fitted(figure.x_label, 50)
+    above, below = fit_text(figure.y_label, 50), fit_text(figure.x_label, 50)
     axes.set_title(above, pad=17 if numbered else 8, color=LIGHT["ink"])
     axes.set_xlabel(below)
     return _LINE * (above.count("\n") + below.count("\n"))
@@ -664,7 +663,7 @@ _MOST_EVENTS = 9  # that the legend tells one by one
 _ROOM = 0.05  # of the axis, which a number above an event takes
 
 
-def draw_marks(axes: "Axes", marks: Sequence[Mark], places: Places) -> list[Entry]:
+def draw_marks(axes: "Axes", marks: Sequence[Mark], places: Positions) -> list[Entry]:
     """Draw what has a place; return the lines of the legend."""
     at = [(mark, places.of_x(mark.x)) for mark in marks]
     events = sorted(
@@ -717,7 +716,7 @@ def _draw_events(axes: "Axes", events: Sequence[tuple[Mark, float]]) -> list[Ent
     return [Entry(Line2D([], [], **look), f"{place}: {text}") for place, text in enumerate(shown, 1)]
 
 
-def number_events(axes: "Axes", marks: Sequence[Mark], places: Places) -> bool:
+def number_events(axes: "Axes", marks: Sequence[Mark], places: Positions) -> bool:
     """Write the numbers of events above their lines, once the axes have their limits; those too close share a word.
 
     Return whether there are any.
@@ -772,11 +771,11 @@ def plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
         description: what is drawn, in a sentence or two, for the same.
     """
     root = ElementTree.fromstring(drawn)
-    _strip(root)
-    names = _names(root, prefix)
+    _strip_metadata(root)
+    names = _collect_names(root, prefix)
     for element in root.iter():
-        _tag(element)
-        _color(element)
+        _tag_element(element)
+        _replace_color(element)
         _rename(element, names)
         for name in _NUMBERS:
             if name in element.attrib:
@@ -788,7 +787,7 @@ def plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _strip(root: ElementTree.Element) -> None:
+def _strip_metadata(root: ElementTree.Element) -> None:
     """Take out metadata and rules, which would hold for the page too; and the empty lines between elements."""
     for parent in list(root.iter()):
         for child in list(parent):
@@ -803,7 +802,7 @@ def _strip(root: ElementTree.Element) -> None:
                 parent.remove(child)
 
 
-def _names(root: ElementTree.Element, prefix: str) -> dict[str, str]:
+def _collect_names(root: ElementTree.Element, prefix: str) -> dict[str, str]:
     """Return new ids for those that something refers to."""
     known = [element.get("id", "") for element in root.iter()]
     used = {name for element in root.iter() for name in _references(element)}
@@ -827,12 +826,12 @@ def _rename(element: ElementTree.Element, names: dict[str, str]) -> None:
         element.set(name, _REFERENCE.sub(lambda found: f"url(#{names[found[1]]})", value))
 
 
-def _tag(element: ElementTree.Element) -> None:
+def _tag_element(element: ElementTree.Element) -> None:
     """Leave namespaces to the root: a page knows SVG without."""
     element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
 
 
-def _color(element: ElementTree.Element) -> None:
+def _replace_color(element: ElementTree.Element) -> None:
     """Turn an element's style into attributes, and its colours into classes too."""
     for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
         name, value = (part.strip() for part in declaration.split(":", 1))
@@ -927,7 +926,7 @@ def figure_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
         SpecError: matplotlib is not installed.
     """
     require_matplotlib()
-    with _defaults():
+    with _plot_defaults():
         from matplotlib.figure import Figure as Canvas
 
         canvas = Canvas(figsize=(WIDTH / 72, PLOT / 72), layout="constrained")
@@ -935,19 +934,27 @@ def figure_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
         written = io.StringIO()
         canvas.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix or figure.key) or "figure"
-    return plain(written.getvalue(), prefix=name, title=clean(figure.title), description=description(figure))
+    return plain(
+        written.getvalue(),
+        prefix=name,
+        title=remove_control_characters(figure.title),
+        description=describe_figure(figure),
+    )
 
 
-def description(figure: Figure) -> str:
+def describe_figure(figure: Figure) -> str:
     """Return what a figure shows, for those who hear it; its numbers stand in the table beside it."""
-    names = ", ".join(clean(series.name) for series in figure.series if series.name)
-    told = [f"{clean(figure.y_label)} against {clean(figure.x_label)}" + (f": {names}" if names else "")]
-    told += [clean(mark.text) for mark in figure.marks]
-    return ". ".join(text for text in [*told, clean(figure.caption)] if text)
+    names = ", ".join(remove_control_characters(series.name) for series in figure.series if series.name)
+    told = [
+        f"{remove_control_characters(figure.y_label)} against {remove_control_characters(figure.x_label)}"
+        + (f": {names}" if names else "")
+    ]
+    told += [remove_control_characters(mark.text) for mark in figure.marks]
+    return ". ".join(text for text in [*told, remove_control_characters(figure.caption)] if text)
 
 
 @contextmanager
-def _defaults() -> Iterator[None]:
+def _plot_defaults() -> Iterator[None]:
     """Draw as we do, whatever settings the user has for drawings of their own, and without words about fonts."""
     log = logging.getLogger("matplotlib")
     level = log.level
@@ -963,25 +970,25 @@ def _defaults() -> Iterator[None]:
 
 
 def _draw(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> None:
-    axes, places = canvas.add_subplot(), Places.of(figure)
-    shown = drawables(figure, places, looks)
+    axes, places = canvas.add_subplot(), Positions.of(figure)
+    shown = drawn_series(figure, places, looks)
     axes.set_xscale("linear" if places.scale == "linear" else "log")
     axes.set_yscale("linear" if figure.y_scale == "linear" else "log")
-    entries = _series(axes, figure, shown)
+    entries = _draw_series(axes, figure, shown)
     if not shown and not entries:
-        _nothing(axes)
+        _draw_no_data(axes)
         return
-    entries = [*entries, *_basis(shown)]
+    entries = [*entries, *_basis_entries(shown)]
     marks = draw_marks(axes, figure.marks, places)
     extra = scale_x(axes, figure, places)
     scale_y(axes, figure, bars=any(one.style in ("bars", "stacked") for one in shown))
-    extra += label(axes, figure, numbered=number_events(axes, figure.marks, places))
+    extra += label_axes(axes, figure, numbered=number_events(axes, figure.marks, places))
     only = len(entries) == 1 and not marks and entries[0].text in ("", figure.title, figure.y_label)
-    high = 0.0 if only else _legend(canvas, [*entries, *marks])
+    high = 0.0 if only else _draw_legend(canvas, [*entries, *marks])
     canvas.set_size_inches(WIDTH / 72, (PLOT + extra + high) / 72)
 
 
-def _series(axes: "Axes", figure: Figure, shown: Sequence[Drawable]) -> list[Entry]:
+def _draw_series(axes: "Axes", figure: Figure, shown: Sequence[DrawnSeries]) -> list[Entry]:
     bars = [one for one in shown if one.style in ("bars", "stacked")]
     curves = [one for one in shown if one not in bars]
     density = [] if figure.density is None else draw_density(axes, figure.density, figure.y_scale)
@@ -995,7 +1002,7 @@ def _series(axes: "Axes", figure: Figure, shown: Sequence[Drawable]) -> list[Ent
     ]
 
 
-def _basis(shown: Sequence[Drawable]) -> list[Entry]:
+def _basis_entries(shown: Sequence[DrawnSeries]) -> list[Entry]:
     """Tell what filled and open stand for, where both are drawn or all is open."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -1024,7 +1031,7 @@ def _basis(shown: Sequence[Drawable]) -> list[Entry]:
     return found
 
 
-def _nothing(axes: "Axes") -> None:
+def _draw_no_data(axes: "Axes") -> None:
     axes.set_axis_off()
     axes.text(0.5, 0.5, "no values to draw", ha="center", va="center", color=LIGHT["muted"], transform=axes.transAxes)
 
@@ -1032,13 +1039,13 @@ def _nothing(axes: "Axes") -> None:
 # --- the legend
 
 
-def _legend(canvas: "Canvas", entries: Sequence[Entry]) -> float:
+def _draw_legend(canvas: "Canvas", entries: Sequence[Entry]) -> float:
     """Write the legend below the axes, in as many columns as have room; return its height in units."""
     # A name that begins with "_" would be left out.
-    named = [(entry.handle, fitted(entry.text, 50)) for entry in entries]
+    named = [(entry.handle, fit_text(entry.text, 50)) for entry in entries]
     named = [(handle, f"\N{WORD JOINER}{text}" if text.startswith("_") else text) for handle, text in named]
-    unknown = any(foreign(text) for _, text in named)  # wider than they are taken for
-    widest = max(width(line) for _, text in named for line in text.split("\n"))
+    unknown = any(is_wide_script(text) for _, text in named)  # wider than they are taken for
+    widest = max(text_width(line) for _, text in named for line in text.split("\n"))
     hoped = 1 if unknown else min(max(round(1.4 * WIDTH / (6.2 * widest + 35)), 1), 4)
     for columns in range(hoped, 0, -1):
         legend = canvas.legend(*zip(*named, strict=True), loc="outside lower left", ncols=min(columns, len(named)))

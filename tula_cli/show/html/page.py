@@ -10,7 +10,7 @@ from tula_cli.services.reporting.document import Cell, Column, Document, Fact, F
 from tula_cli.services.reporting.forms import cells
 from tula_cli.services.reporting.forms.csv_files import figure_rows
 from tula_cli.show.html import figures
-from tula_cli.show.html.figures import clean, figure_svg, require_matplotlib
+from tula_cli.show.html.figures import figure_svg, remove_control_characters, require_matplotlib
 from tula_cli.words import plural
 
 # --- Style
@@ -85,12 +85,12 @@ _LIGHT_PAGE = {"link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
 _DARK_PAGE = {"link": "#7cbcf5", "chosen": "#1f3245", "shade": "#e6eaef40"}
 
 
-def style() -> str:
+def page_style() -> str:
     """Return the rules; on paper all is light."""
-    light = figures.variables({**figures.LIGHT, **_LIGHT_PAGE})
-    dark = figures.variables({**figures.DARK, **_DARK_PAGE})
+    light = figures.css_variables({**figures.LIGHT, **_LIGHT_PAGE})
+    dark = figures.css_variables({**figures.DARK, **_DARK_PAGE})
     colors = f":root{{color-scheme:light dark;{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
-    return colors + figures.rules() + _SCREEN + _PRINT
+    return colors + figures.css_rules() + _SCREEN + _PRINT
 
 
 # --- The page
@@ -104,7 +104,7 @@ _LONG = 28  # characters, from which on a cell is broken into lines
 
 
 @dataclass
-class Drawn:
+class DrawnFigures:
     """The figures of a page so far: how many, and how the series of each name look."""
 
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
@@ -124,52 +124,52 @@ class Drawn:
         return found
 
 
-def page(document: Document) -> str:
+def render_page(document: Document) -> str:
     """Return the page of a report.
 
     Raises:
         SpecError: matplotlib is not installed.
     """
     require_matplotlib()
-    title, drawn = text(document.title), Drawn()
+    title, drawn = escape_text(document.title), DrawnFigures()
     parts = [
-        *_head(document),
-        *_contents(document.sections),
-        *_facts(document.facts),
+        *_render_head(document),
+        *_render_contents(document.sections),
+        *_render_facts(document.facts),
         '<main id="main">',
-        *(part for place, one in enumerate(document.sections) for part in _section(one, place, drawn)),
+        *(part for place, one in enumerate(document.sections) for part in _render_section(one, place, drawn)),
         "</main>",
-        f'<footer><p class="made">{text(document.made)}</p></footer>',
+        f'<footer><p class="made">{escape_text(document.made)}</p></footer>',
     ]
     meta = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
     )
-    head = f"<head>{meta}<title>{title}</title><style>{style()}</style></head>"
+    head = f"<head>{meta}<title>{title}</title><style>{page_style()}</style></head>"
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en">{head}\n<body><div class="page">\n{body}\n</div></body></html>\n'
 
 
-def text(words: str) -> str:
+def escape_text(words: str) -> str:
     """Return words as text of a page, whatever is in them."""
-    return html.escape(clean(words))
+    return html.escape(remove_control_characters(words))
 
 
-def _head(document: Document) -> Iterator[str]:
+def _render_head(document: Document) -> Iterator[str]:
     yield '<a class="skip" href="#main">To the report</a>'
-    yield f"<header><h1>{text(document.title)}</h1>"
+    yield f"<header><h1>{escape_text(document.title)}</h1>"
     if document.question:
-        yield f'<p class="question">{text(document.question)}</p>'
+        yield f'<p class="question">{escape_text(document.question)}</p>'
     if document.answer:
-        yield f'<p class="answer">{text(document.answer)}</p>'
+        yield f'<p class="answer">{escape_text(document.answer)}</p>'
     yield "</header>"
 
 
-def _contents(sections: tuple[Section, ...]) -> Iterator[str]:
+def _render_contents(sections: tuple[Section, ...]) -> Iterator[str]:
     if len(sections) > 1:
         yield '<nav aria-labelledby="contents"><h2 id="contents">Contents</h2><ul>'
         for place, section in enumerate(sections):
-            yield f'<li><a href="#{_anchor(section, place)}">{text(section.title)}</a></li>'
+            yield f'<li><a href="#{_anchor(section, place)}">{escape_text(section.title)}</a></li>'
         yield "</ul></nav>"
 
 
@@ -178,49 +178,49 @@ def _anchor(section: Section, place: int) -> str:
     return f"section-{place + 1}-" + re.sub(r"[^a-z0-9]+", "-", section.key.lower()).strip("-")
 
 
-def _facts(facts: tuple[Fact, ...]) -> Iterator[str]:
+def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
     if facts:
         yield '<dl class="facts">'
         for fact in facts:
             long = ' class="long"' * (len(fact.value) > _WORDY)
-            yield f"<div{long}><dt>{text(fact.name)}</dt><dd>{text(fact.value)}</dd></div>"
+            yield f"<div{long}><dt>{escape_text(fact.name)}</dt><dd>{escape_text(fact.value)}</dd></div>"
         yield "</dl>"
 
 
-def _section(section: Section, place: int, drawn: Drawn) -> Iterator[str]:
+def _render_section(section: Section, place: int, drawn: DrawnFigures) -> Iterator[str]:
     anchor = _anchor(section, place)
-    yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{text(section.title)}</h2>'
-    yield from (f"<p>{text(words)}</p>" for words in section.text)
+    yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
+    yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
     if section.missing:
-        yield f'<p class="missing"><strong>Missing:</strong> {text(section.missing)}</p>'
-    yield from _facts(section.facts)
-    yield from (part for table in section.tables for part in _table(table))
+        yield f'<p class="missing"><strong>Missing:</strong> {escape_text(section.missing)}</p>'
+    yield from _render_facts(section.facts)
+    yield from (part for table in section.tables for part in _render_table(table))
     if section.figures:
         yield '<div class="figures">'
-        yield from (part for figure in section.figures for part in _figure(figure, drawn))
+        yield from (part for figure in section.figures for part in _render_figure(figure, drawn))
         yield "</div>"
     yield "</section>"
 
 
-def _figure(figure: Figure, drawn: Drawn) -> Iterator[str]:
+def _render_figure(figure: Figure, drawn: DrawnFigures) -> Iterator[str]:
     prefix = f"figure-{next(drawn.numbers)}"
-    yield f'<figure id="{prefix}"><h3>{text(figure.title)}</h3>'
+    yield f'<figure id="{prefix}"><h3>{escape_text(figure.title)}</h3>'
     yield figure_svg(figure, prefix=f"{prefix}-drawn", looks=drawn.looks_of(figure))
     yield "<figcaption>"
     if figure.caption:
-        yield f'<p class="caption">{text(figure.caption)}</p>'
+        yield f'<p class="caption">{escape_text(figure.caption)}</p>'
     if figure.paper:
-        yield f'<p class="paper">{text(figure.paper)} of the paper, for this job.</p>'
+        yield f'<p class="paper">{escape_text(figure.paper)} of the paper, for this job.</p>'
     yield "</figcaption>"
-    table = numbers(figure)
+    table = figure_numbers(figure)
     if table.rows:
         yield f"<details><summary>The numbers of this figure ({plural(len(table.rows), 'row')})</summary>"
-        yield from _table(table, most=_MOST_ROWS)
+        yield from _render_table(table, most=_MOST_ROWS)
         yield "</details>"
     yield "</figure>"
 
 
-def numbers(figure: Figure) -> Table:
+def figure_numbers(figure: Figure) -> Table:
     """Return what is drawn as a table; what no row has is no column."""
     head, *rows = figure_rows(figure)
     shown = [place for place in range(len(head)) if any(row[place] not in (None, "") for row in rows)]
@@ -239,37 +239,37 @@ def numbers(figure: Figure) -> Table:
 # --- tables
 
 
-def _table(table: Table, *, most: int | None = None) -> Iterator[str]:
+def _render_table(table: Table, *, most: int | None = None) -> Iterator[str]:
     """Yield a table in a box of its own, which scrolls where the page has no room for it."""
     marked = any(table.marks)
-    yield f'<div class="scroll" role="region" tabindex="0" aria-label="{text(table.title)}"><table>'
-    yield _caption(table)
+    yield f'<div class="scroll" role="region" tabindex="0" aria-label="{escape_text(table.title)}"><table>'
+    yield _render_caption(table)
     head = '<th scope="col" aria-label="mark"></th>' if marked else ""
-    yield f"<thead><tr>{head}{''.join(map(_head_cell, table.columns))}</tr></thead><tbody>"
+    yield f"<thead><tr>{head}{''.join(map(_render_head_cell, table.columns))}</tr></thead><tbody>"
     for place, row in enumerate(table.rows[:most]):
-        yield _row(table, row, table.marks[place] if place < len(table.marks) else "", marked=marked)
+        yield _render_row(table, row, table.marks[place] if place < len(table.marks) else "", marked=marked)
     yield "</tbody></table>"
     if most is not None and len(table.rows) > most:
         yield f"<p>The first {most} of {len(table.rows)} rows.</p>"
     yield "</div>"
 
 
-def _caption(table: Table) -> str:
+def _render_caption(table: Table) -> str:
     notes = [words for words in (table.caption, "★ chosen" * ("chosen" in table.marks)) if words]
-    told = "".join(f'<span class="caption">{text(words)} </span>' for words in notes)
-    return f"<caption><div><strong>{text(table.title)}</strong>{told}</div></caption>"
+    told = "".join(f'<span class="caption">{escape_text(words)} </span>' for words in notes)
+    return f"<caption><div><strong>{escape_text(table.title)}</strong>{told}</div></caption>"
 
 
-def _head_cell(column: Column) -> str:
-    unit = f' <span class="unit">({text(column.unit)})</span>' if column.unit else ""
-    return f'<th scope="col"{_class(column, "")}>{text(column.title)}{unit}</th>'
+def _render_head_cell(column: Column) -> str:
+    unit = f' <span class="unit">({escape_text(column.unit)})</span>' if column.unit else ""
+    return f'<th scope="col"{_cell_class(column, "")}>{escape_text(column.title)}{unit}</th>'
 
 
-def _row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -> str:
+def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -> str:
     sign, words = _MARKS.get(mark, ("", ""))
     first = f'<td class="mark"><span role="img" aria-label="{words}">{sign}</span></td>' if sign else "<td></td>"
     told_cells = [
-        f"<td{_class(column, told)}>{text(told)}</td>"
+        f"<td{_cell_class(column, told)}>{escape_text(told)}</td>"
         for column, told in (
             (column, cells.text(cell, column)) for column, cell in zip(table.columns, row, strict=True)
         )
@@ -277,6 +277,6 @@ def _row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -> str:
     return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(told_cells)}</tr>"
 
 
-def _class(column: Column, told: str) -> str:
+def _cell_class(column: Column, told: str) -> str:
     names = ["left"] * (column.align == "left") + ["words"] * (len(told) > _LONG)
     return f' class="{" ".join(names)}"' if names else ""

@@ -17,18 +17,18 @@ from tula_cli.words import plural
 # --- The section
 
 
-def _known(text: str) -> str:
+def _require_known_placeholders(text: str) -> str:
     names(text)
     return text
 
 
-def _without_shell(text: str) -> str:
+def _require_no_shell(text: str) -> str:
     if word := of_a_shell(text):
         raise ValueError(f"{word!r} {FOR_A_SHELL}: {IN_A_FILE}")
     return text
 
 
-def _pattern(text: str) -> str:
+def _require_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
     except re.error as error:
@@ -40,14 +40,14 @@ def _pattern(text: str) -> str:
     return text
 
 
-def _way_to_ask(text: str) -> str:
+def _require_save_request(text: str) -> str:
     if text in ("none", "hooks", "SIGUSR1", "SIGUSR2", "SIGTERM") or re.fullmatch(r"file:.+", text):
-        return _known(text)
+        return _require_known_placeholders(text)
     raise ValueError(f"{text!r} is no way to ask for a checkpoint: none, hooks, SIGUSR1, SIGUSR2, SIGTERM or file:PATH")
 
 
-Filled = Annotated[Line, AfterValidator(_known)]
-Pattern = Annotated[str, AfterValidator(_pattern)]
+Filled = Annotated[Line, AfterValidator(_require_known_placeholders)]
+Pattern = Annotated[str, AfterValidator(_require_pattern)]
 
 
 class Length(Section):
@@ -103,7 +103,7 @@ class Script(Section):
     """A training script as it is: its command line, and what tula cannot see from inside."""
 
     command: Annotated[
-        str, AfterValidator(shell_words), AfterValidator(_known), AfterValidator(_without_shell)
+        str, AfterValidator(shell_words), AfterValidator(_require_known_placeholders), AfterValidator(_require_no_shell)
     ]  # with placeholders, for example train.py -b {local_batch} --lr {lr}
     # rank: tula starts a process a GPU with RANK, WORLD_SIZE ...; node: one a node, which starts its ranks itself
     launch: Literal["rank", "node"] = "rank"
@@ -112,7 +112,9 @@ class Script(Section):
     dataset_size: Literal["auto"] | Positive = "auto"  # samples of an epoch; auto: as the loader says
     reference: Reference
     resume: Resume | None = None  # without it a training that is interrupted begins anew
-    save: Annotated[str, AfterValidator(_way_to_ask)] = "none"  # how it is asked to save before it has to leave
+    save: Annotated[str, AfterValidator(_require_save_request)] = (
+        "none"  # how it is asked to save before it has to leave
+    )
     metric: dict[
         str, Pattern | Rows
     ] = {}  # name: a pattern on what it prints, or {jsonl: file, key: name}; the last one
@@ -206,7 +208,7 @@ def default_train(command: object) -> tuple[dict[str, str], str]:
     return {"method": "lbt"}, f"{reason}, and its command takes no learning rate"
 
 
-def filled(content: Mapping[str, Any]) -> dict[str, Any]:
+def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a job with a script, with what the types ask for in place of what it does not have.
 
     Nobody sees that: the worker of tula's own loop is not started, and `told` leaves it out of what is written.
@@ -241,13 +243,13 @@ def filled(content: Mapping[str, Any]) -> dict[str, Any]:
         "model": Model(name=""),
         "dataset": Dataset(name=""),
         "optimizer": Optimizer.model_construct(name="", lr=math.nan),
-        **({"ags": _ags(content)} if METHODS[method].reads_ags else {}),
+        **({"ags": _fill_ags_defaults(content)} if METHODS[method].reads_ags else {}),
         # What is wrong in them is told of section script itself.
         "train": {**train, "epochs": length.get("epochs") or 1, "reference_batch": reference.get("batch") or 1},
     }
 
 
-def _ags(content: Mapping[str, Any]) -> Any:
+def _fill_ags_defaults(content: Mapping[str, Any]) -> Any:
     """Return section ags with the preset of scripts where none is said. What is no mapping is for its type to tell."""
     given = content.get("ags") or {}
     return {"preset": PRESET, **given} if isinstance(given, Mapping) else given
@@ -261,7 +263,7 @@ def _mapping(part: Any) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-def told(content: dict[str, Any]) -> dict[str, Any]:
+def without_script_defaults(content: dict[str, Any]) -> dict[str, Any]:
     """Return the written content of a job with a script, without what `filled` has put there."""
     reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].reads_ags
     kept = {key: value for key, value in content.items() if key not in OWN_LOOP and (key != "ags" or reads_ags)}
@@ -270,29 +272,29 @@ def told(content: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def samples(script: Script, dataset_size: int) -> int:
+def script_samples(script: Script, dataset_size: int) -> int:
     """Return the samples of the whole training.
 
     Args:
         script: of which the length is read.
         dataset_size: samples of an epoch.
     """
-    asked = samples_asked(script)
+    asked = requested_samples(script)
     return (script.length.epochs or 0) * dataset_size if asked is None else asked
 
 
-def samples_asked(script: Script) -> int | None:
+def requested_samples(script: Script) -> int | None:
     """Return the samples of the whole training as far as the section tells; None where it is so many epochs."""
     length = script.length
     return length.steps * script.reference.batch if length.steps is not None else length.samples
 
 
-def steps(script: Script, batch: int, dataset_size: int) -> int:
+def script_steps(script: Script, batch: int, dataset_size: int) -> int:
     """Return the optimizer steps of the whole training at a global batch, rounded up: no sample is left out."""
-    return math.ceil(samples(script, dataset_size) / batch)
+    return math.ceil(script_samples(script, dataset_size) / batch)
 
 
-def length_words(script: Script) -> str:
+def describe_length(script: Script) -> str:
     """Return how long a script trains, in words."""
     length = script.length
     if length.epochs is not None:

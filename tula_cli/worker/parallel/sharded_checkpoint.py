@@ -17,7 +17,7 @@ from torch import nn
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run import files
 from tula_cli.run.damage import SUMS
-from tula_cli.run.disk_space import refuses
+from tula_cli.run.disk_space import missing_bytes
 from tula_cli.run.files import make_folder, write_atomic, write_error
 from tula_cli.worker.ranks import Ranks
 
@@ -58,7 +58,7 @@ def save_sharded(
         if isinstance(why, OSError):
             raise write_error(folder, why) from error
         # torch's writer of archives tells a full disk as a RuntimeError of its own
-        if code := refuses(folder.parent):
+        if code := missing_bytes(folder.parent):
             raise write_error(folder, OSError(code, os.strerror(code))) from error
         first_line = next(iter(str(why).splitlines()), type(why).__name__)
         raise CannotWrite(

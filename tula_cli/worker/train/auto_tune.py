@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from tula_cli.models import halving
 from tula_cli.models.halving import BranchRequest
-from tula_cli.models.ramp import stages as of_arms
+from tula_cli.models.ramp.stages import Stages, stages_of_branch, stages_of_training
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Branch, Tuning
 from tula_cli.run.records.tasks import TrainTask
@@ -82,14 +82,14 @@ class Choice:
 
     def task(self, task: TrainTask, *, size: int) -> TrainTask:
         """Return the task as the arm trains it, on so many samples an epoch."""
-        return task_of_arm(task, self.arm, of_arms.stages_of_training(task.spec, self.arm, batch=task.batch, size=size))
+        return task_of_arm(task, self.arm, stages_of_training(task.spec, self.arm, batch=task.batch, size=size))
 
     @property
     def lr_factor(self) -> Callable[[float], float]:
         return partial(halving.lr_factor, self.arm, start=self.epoch)
 
 
-def task_of_arm(task: TrainTask, arm: Arm, stages: of_arms.Stages) -> TrainTask:
+def task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
     """Return a task as an arm trains it, with the stages of its batch."""
     return task.model_copy(update={"spec": halving.job_of_arm(task.spec, arm), "stages": stages})
 
@@ -310,7 +310,7 @@ def _branch_trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
     start, choice, size = context.start, Choice(arm, context.epoch), context.size
     position, batch = Position(**start["position"]), context.task.batch
     passed = position.epoch * size + position.done
-    stages = of_arms.stages_of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
+    stages = stages_of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
     trainer = _build_arm_trainer(context, task_of_arm(context.task, arm, stages))
     checkpoint.restore_checkpoint(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
     trainer.lr_factor = lambda epoch: (

@@ -17,8 +17,8 @@ from tula_cli.run.records.probes import GpuState
 from tula_cli.run.records.results import Reached
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.services.diff import RunDifference, compare_runs
-from tula_cli.show.diff import run_difference
-from tula_cli.show.screen import plain
+from tula_cli.show.diff import render_difference
+from tula_cli.show.screen import to_plain_data
 from tula_cli.spec.job import JobSpec
 
 BEFORE = Truth(jitter=0.02)
@@ -48,7 +48,7 @@ def runs(tmp_path):
 
 
 def shown(found: RunDifference) -> str:
-    return "\n".join(part for part in run_difference(found) if isinstance(part, str))
+    return "\n".join(part for part in render_difference(found) if isinstance(part, str))
 
 
 def test_a_copy_differs_in_nothing(runs, tmp_path):
@@ -211,7 +211,7 @@ def test_trainings_and_recommendations_are_told(runs):
     assert found.headline[1] == "training ab12cd34 took 2.00 x as long (6.00 min -> 12.0 min)"
     assert (found.chosen[0], found.chosen[1] and found.chosen[1].objective) == (None, "knee")
     assert "A  nothing yet" in shown(found) and "B  knee: " in shown(found)
-    json.dumps(plain(found), allow_nan=False)
+    json.dumps(to_plain_data(found), allow_nan=False)
 
 
 def test_a_damaged_result_is_left_out_and_told(runs):

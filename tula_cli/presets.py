@@ -1,4 +1,4 @@
-"""What the job spec and the optimizers both have to know; standard library only, all of tula that `optim` imports."""
+"""Constants that the job file and the optimizers share; standard library only, and all of tula that `optim` imports."""
 
 from collections.abc import Mapping
 from typing import Any

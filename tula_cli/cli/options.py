@@ -1,4 +1,4 @@
-"""What the commands have in common: the app, how a command is registered, and the arguments that several take."""
+"""Shared parts of the commands: how a command is registered, and arguments that several commands have."""
 
 import functools
 import inspect

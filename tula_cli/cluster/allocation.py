@@ -43,7 +43,7 @@ def _ignore_signal(*_: object) -> None:
 
 @dataclass
 class Allocation:
-    """What the scheduler gave the job, as one of its supervisors sees it.
+    """The allocation of a job, as one of its supervisors sees it.
 
     There is a supervisor a rank or one a node where a scheduler starts them, and one for all ranks where the job runs on this
     machine.

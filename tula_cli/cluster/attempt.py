@@ -172,7 +172,7 @@ class RunningAttempt:
 
     @cached_property
     def _script(self) -> ScriptWatch | None:
-        """What watches a script; None where the worker runs, which writes down by itself what happens."""
+        """Return the watcher of a script, or None for tula's worker, which records its own events."""
         if not runs_script(self.task):
             return None
         first_rank = self._first_rank

@@ -1,4 +1,4 @@
-"""What a training is submitted as where jobs wait in a queue: a chain of them, each of which starts when those before are over."""
+"""Chains of jobs: a training on a batch scheduler is a chain of jobs, each of which starts when the earlier ones have ended."""
 
 import math
 import time

@@ -54,7 +54,7 @@ class ExitReason:
 
     @property
     def description(self) -> str:
-        """What happened, and where if it is about that node or its devices."""
+        """Return what happened, and on which node if it concerns that node or its devices."""
         on_node = self.outcome is not None and FAILURE_KINDS[self.outcome].names_host and self.host
         return f"{self.message} on {self.host}" if on_node else self.message
 

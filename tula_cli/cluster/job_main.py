@@ -1,4 +1,4 @@
-"""What a job starts, once a task: python -m tula_cli.cluster.job_main KIND RUN TASK [OPTIONS].
+"""The program that a job starts once per task: python -m tula_cli.cluster.job_main KIND RUN TASK [OPTIONS].
 
 On SLURM it is submitit that calls the supervisor.
 """

@@ -103,7 +103,7 @@ class LocalLauncher:
 
 
 def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
-    """What submitit calls in a job on SLURM.
+    """Run the supervisor; submitit calls this in a job on SLURM.
 
     Args:
         path: the run directory.

@@ -41,7 +41,7 @@ WORKER = ("-u", "-m", "tula_cli.worker")
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What one rank is started with."""
+    """The command, environment and folder of one rank."""
 
     command: tuple[str, ...]
     environment: dict[str, str]

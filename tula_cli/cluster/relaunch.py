@@ -1,4 +1,4 @@
-"""What is left of a task, and what follows from an attempt: a result, a relaunch, or nothing more."""
+"""The rest of a task, and what follows from an attempt: a result, a relaunch, or the end."""
 
 import dataclasses
 import time

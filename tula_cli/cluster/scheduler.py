@@ -1,4 +1,4 @@
-"""What a scheduler has to tell and to do: a small protocol, and what some can do beyond it.
+"""The protocol of schedulers: what each must do, and what some can do in addition.
 
 A scheduler says what it says and nothing else: whether a job succeeded is told by the files that it left. One that does not
 answer has told nothing; only `submit` and `queued` raise an error, for there it would cost a second job.
@@ -103,7 +103,7 @@ WARNING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 @dataclass(frozen=True)
 class SchedulerState:
-    """What the scheduler says of a job; a hint, never the truth about results."""
+    """The state of a job by its scheduler; a hint, never the truth about results."""
 
     state: Literal["pending", "running", "ended", "unknown"]
     # In words for the user: "Dependency" of a job that waits for others to end; begins with FAILED where the job's own script
@@ -130,7 +130,7 @@ class Queued:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one job can have in a partition (a queue, a class); None where the scheduler does not tell or does not bound it."""
+    """The limits of one job in a partition (a queue, a class); None if unknown or unlimited."""
 
     name: str
     default: bool = False
@@ -183,7 +183,7 @@ class Place:
 
 
 class Scheduler(Protocol):
-    """What submits jobs, tells how they stand, and tells a process of a job where it is.
+    """Submits jobs, reports their states, and tells a process of a job where it runs.
 
     `name` is the scheduler in messages; `cancel_command` and `release_command` are what a user would type, before the ids;
     empty where there is no such command.

@@ -1,4 +1,4 @@
-"""What the scheduler runs: starts the ranks as children, outlives them, and decides what comes next.
+"""The supervisor, which the scheduler runs: it starts the ranks as child processes, outlives them, and decides what follows.
 
 A supervisor imports no torch. When its ranks have failed it reads what they wrote and starts fresh processes: an
 out-of-memory leaves the peers in a reduction, so only a new process group is clean. No command line has to be running.

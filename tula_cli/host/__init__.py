@@ -1,1 +1,1 @@
-"""What the kernel and dying processes say."""
+"""This machine: processes, devices, network, the measuring lock, and the failures of processes."""

@@ -1,4 +1,4 @@
-"""What an earlier attempt has left behind on this node: processes of its own, and the memory of GPUs that they held.
+"""Orphans of an earlier attempt on this node: its processes, and the GPU memory that they hold.
 
 A process that lost its rank (a data loader amid a batch, a child of the user's code in a session of its own) may hold the
 GPU's memory for as long as it lives, and the next attempt would be out of memory for no reason of its own.

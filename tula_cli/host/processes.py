@@ -1,4 +1,4 @@
-"""What the kernel tells of processes, and asks of them."""
+"""Processes of this machine."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""What a script did, held against what its command was given and the user claims of it."""
+"""Comparison of what a script did with its arguments and with the user's settings."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What training takes in time and money, Eq. 4a and 4b.
+"""Time and cost of training, Eq. 4a and 4b.
 
     T = E floor(D / B) t_step, and beside the steps: evaluation, scaling factors, checkpoints, start-up
     C = T x price

@@ -227,7 +227,7 @@ def branch_samples(spec: JobSpec, rung: int, count: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """What tuning takes beside the training itself."""
+    """The cost of tuning in addition to the training."""
 
     branches: int
     steps: int  # steps of the training's batch that hold as many samples

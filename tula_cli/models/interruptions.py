@@ -1,4 +1,4 @@
-"""What an interruption costs a training by a script: what came after its newest checkpoint, which the script alone writes."""
+"""The cost of an interruption of a script: the work since its newest checkpoint, which only the script writes."""
 
 import math
 import statistics

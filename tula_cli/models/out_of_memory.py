@@ -1,4 +1,4 @@
-"""What follows an out-of-memory: the same batch in smaller micro-batches while that can be, then a smaller batch."""
+"""Out-of-memory fallbacks: the same batch in smaller micro-batches as long as possible, then a smaller batch."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ STATISTICS = "BatchNorm's statistics over"
 
 @dataclass(frozen=True)
 class Fallback:
-    """What to train after an out-of-memory, and why not in another way."""
+    """The configuration to train after an out-of-memory error, and why it was chosen."""
 
     rung: int  # of the ladder, from 0: the batch that did not fit
     splits: int

@@ -1,4 +1,4 @@
-"""What training takes beside its steps at any configuration: each part from the probes most like it that tell it."""
+"""Overheads of training in addition to its steps, each taken from the most similar probes that measured it."""
 
 import statistics
 from collections.abc import Iterable, Sequence

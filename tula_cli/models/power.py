@@ -27,7 +27,7 @@ _MIN_SHARE = 1e-3  # a part that is less than this share of the energy in every 
 
 @dataclass(frozen=True)
 class Power:
-    """What one GPU draws over a step, at one configuration or at each of many."""
+    """The power of one GPU over a step, at one configuration or at each of several."""
 
     watts: Number
     error: Number | None  # half the 90 % interval, as a share of the watts; None where there is no residual

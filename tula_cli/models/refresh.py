@@ -1,4 +1,4 @@
-"""What refreshing the scaling factors takes: how often, and how long where no probe has timed it."""
+"""The cost of refreshing the scaling factors: how often, and how long if no probe has timed it."""
 
 from collections.abc import Iterable
 from math import ceil

@@ -1,4 +1,4 @@
-"""What a rehearsal says of how a script resumes: with which batch it may go on, from what was seen from inside."""
+"""The verdict of a resume test: with which batch a script can resume."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class ResumeJudgement:
 
 @dataclass(frozen=True)
 class _Resumed:
-    """What one start from the checkpoint has shown."""
+    """The observation of one start from the checkpoint."""
 
     exact: bool = False  # it was seen to its end, and nothing was wrong
     useless: bool = False  # the checkpoint was of no use to it

@@ -150,7 +150,7 @@ class Gate:
         self._counts = self._counts.to(rise.device) + torch.stack([scaled, up, down])
 
     def report(self, steps: int) -> dict[str, float]:
-        """What `TulaOptimizer.report` says of the gate, after so many steps; waits for the device."""
+        """Return the gate's part of `TulaOptimizer.report` after a number of steps; waits for the device."""
         counts = (steps, *(int(n) for n in self._counts.tolist()))
         steps_taken, scaled, up, down = (a - b for a, b in zip(counts, self._mark, strict=True))
         self._mark = (counts[0], counts[1], counts[2], counts[3])
@@ -640,7 +640,7 @@ class Factors(ABC):
 
     @abstractmethod
     def spread(self) -> dict[str, float]:
-        """What `TulaOptimizer.report` says of the factors; waits for the device."""
+        """Return the factors' part of `TulaOptimizer.report`; waits for the device."""
 
     @property
     def limit(self) -> float:
@@ -709,7 +709,7 @@ class Factors(ABC):
         return {"kind": self.kind, "s_max": self.limit}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint saves."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], *, void: bool) -> None:  # noqa: B027
@@ -1336,7 +1336,7 @@ class TulaOptimizer(Wrapper):
         return {p: g for p, g in grads.items() if p not in excluded} if excluded else grads
 
     def _look(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
-        """What the raw gradients say: whether to scale in this step (line 5), and the factors of the next (line 10)."""
+        """Decide from the raw gradients whether to scale this step (line 5), and compute the factors of the next (line 10)."""
         calm = self.gate.decide(
             self.setup.squared_norm(list(grads.values())), has_factors=self.factors.ready, refreshes=due
         )

@@ -247,7 +247,7 @@ def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: T
 
 
 def scale_on_device_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """What `scale_on_host_` does, bit by bit, without waiting for the device; takes CHUNK or a tensor of memory more."""
+    """Do the same as `scale_on_host_`, bit for bit, without waiting for the device; needs CHUNK or one tensor of memory more."""
     for (device, dtype), indices in group_by_dtype(factors).items():
         flag = calm.to(device, dtype)
         for chunk in chunk_indices(factors, indices):
@@ -307,7 +307,7 @@ def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _stretch_on_device_(
     params: Sequence[Tensor], before: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor
 ) -> None:
-    """What `_stretch_` does where `calm` is true, without reading it; a chunk at a time."""
+    """Do the same as `_stretch_` if `calm` is true, without reading it, one chunk at a time."""
     for (device, _), indices in group_by_dtype(params).items():
         for chunk in chunk_indices(params, indices):
             after, start, by = ([tensors[i] for i in chunk] for tensors in (params, before, factors))

@@ -20,7 +20,7 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class _Layerwise(Optimizer):
-    """What both share: groups of a kind, and a loop over what one operation can take together."""
+    """Base of LARS and LAMB: parameter groups, and a loop over the tensors that one operation can take together."""
 
     def _update(self) -> None:
         for group in self.param_groups:

@@ -130,7 +130,7 @@ def _names(thing: object) -> set[str]:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What the optimizers of this package share: a step evaluates its closure once, before anything else."""
+    """Base of the optimizers of this package: a step evaluates its closure once, before anything else."""
 
     # GradScaler must unscale before the step: a fused base would unscale after the gradients' norm was taken
     _step_supports_amp_scaling = False

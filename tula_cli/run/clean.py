@@ -1,4 +1,4 @@
-"""What of a run may be freed: what tula made, and what nothing but going back needs. No link is ever followed."""
+"""Files of a run that may be removed: those that tula made and that only a return to an earlier state needs. No link is followed."""
 
 import os
 import re
@@ -25,7 +25,7 @@ RESUMED_FROM = 2
 
 @dataclass(frozen=True)
 class CleanPolicy:
-    """What is to be freed beside what nobody needs."""
+    """Files to remove in addition to those that nothing needs."""
 
     keep_best: bool = False  # of finished trainings the best weights alone stay: they cannot be resumed any more
     compared: Set[str] = frozenset()  # signatures of finished trainings that are to go, whole

@@ -132,7 +132,7 @@ MAX_ENTRIES = 1000
 
 @dataclass(frozen=True)
 class Selection:
-    """What a snapshot copies. Paths are absolute."""
+    """The files that a snapshot copies. Paths are absolute."""
 
     base: Path  # the folder that it mirrors: where tula was called, or what a script lies in
     roots: tuple[Path, ...]  # folders that python imports from, those of the files only; the first to look in first

@@ -100,7 +100,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Part:
-    """What of a job is measured, and may be trained, on one type of node, or at another length: a run with a whole spec."""
+    """The part of a job on one node type, or at one sequence length: a run with a complete job file."""
 
     type: str | None  # None where the job names no types
     run: "RunDir"
@@ -110,7 +110,7 @@ class Part:
 
     @property
     def name(self) -> str | None:
-        """What tells it from the other parts; None of the whole."""
+        """Return the name of the part, or None for the whole."""
         return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
 
     def name_jobs(self, jobs: Iterable[str]) -> list[str]:

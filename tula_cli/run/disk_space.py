@@ -1,4 +1,4 @@
-"""What is free where something is to be written. Bytes."""
+"""Free disk space of a folder. Bytes."""
 
 import contextlib
 import errno

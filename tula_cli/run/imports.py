@@ -76,7 +76,7 @@ _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in the order in which pyt
 
 @dataclass(frozen=True)
 class Source:
-    """What a submission runs: the code, and the weights that it starts from."""
+    """The code that a submission runs, and the weights that it starts from."""
 
     workdir: Path  # where the ranks work
     digest: str  # of the files that the spec leads to; empty where it names no code of the user's own

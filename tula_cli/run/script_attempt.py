@@ -117,7 +117,7 @@ class ScriptAttempt:
 
 
 class ResumeTestRecords:
-    """What was found of how a script resumes: a file a rehearsal, `script/<its task>.json`. Written by its leader alone.
+    """Results of resume tests: one file each, `script/<its task>.json`, written only by its leader.
 
     Args:
         run: the run directory.

@@ -49,7 +49,7 @@ class NoCommandFile(SpecError):
 
 @dataclass(frozen=True)
 class Program:
-    """What a command runs of the user's own. Paths are absolute."""
+    """The user's program that a command runs. Paths are absolute."""
 
     file: Path  # without symbolic links, as python sees its own script; that of a module as it is found
     root: Path  # the folder that python puts first among those it imports from

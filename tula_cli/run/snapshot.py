@@ -1,4 +1,4 @@
-"""What a run directory holds at one moment: one look, in which each file is read at most once."""
+"""The state of a run directory at one moment; each file is read at most once."""
 
 import contextlib
 from collections import defaultdict
@@ -107,12 +107,12 @@ class Snapshot:
 
     @property
     def damaged_jobs(self) -> list[BadMeasurements]:
-        """What is wrong with jobs that cannot be read."""
+        """Return the errors of jobs that cannot be read."""
         return self._readable_jobs[1]
 
     @property
     def job_warnings(self) -> list[str]:
-        """What to say of jobs that are not shown: damaged ones, whose id is lost, and those of a run that this is a copy of."""
+        """Return warnings about jobs that are not shown: damaged ones, and those of the run that this is a copy of."""
         damaged = [
             f"{error.message}; the job is left out: end it by the scheduler's own command if it still runs, then delete that"
             " file"
@@ -181,7 +181,7 @@ class Snapshot:
 
     @property
     def damaged(self) -> list[BadMeasurements]:
-        """What is wrong with results that cannot be read."""
+        """Return the errors of results that cannot be read."""
         return self._readable[1]
 
     @cached_property
@@ -194,7 +194,7 @@ class Snapshot:
 
     @cached_property
     def rehearsals(self) -> list[Rehearsal]:
-        """What was found of how a script resumes, oldest first."""
+        """Return the results of resume tests, oldest first."""
         records = [self._read(path, _REHEARSAL) for path in list_files(self.path / "script", "rehearse-*.json")]
         return sorted((record for record in records if record is not None), key=lambda record: record.began_at)
 

@@ -1,4 +1,4 @@
-"""What is kept of every step of a training, and its form in steps.jsonl.
+"""The values recorded for every step of a training, and their format in steps.jsonl.
 
 A line holds neighbouring rows of one batch and of equally many steps, column by column; a column of equal values is written
 once. A row is a step: 30 to 40 bytes. Of a long training it is more of them, so that no file has more than `MOST_ROWS` rows.

@@ -52,7 +52,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a job would search. Upper bounds hold for jobs that all last `search.max_minutes`."""
+    """The search of a job. Upper bounds assume that every profiling job takes `search.max_minutes`."""
 
     inspection: Inspection | None  # None where the model and the dataset were not built
     jobs: tuple[PlannedJob, ...]
@@ -92,19 +92,19 @@ class CheckReport:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a job would search on each type of node; None is the type of a job that names none."""
+    """The search of a job on each node type; the key is None for a job without node types."""
 
     reports: Mapping[str | None, CheckReport]
     cap: float | None  # node-hours of search.max_node_hours
 
     @property
     def problems(self) -> dict[str | None, tuple[str, ...]]:
-        """What keeps types from running."""
+        """Return the problems that prevent node types from running."""
         return {name: report.problems for name, report in self.reports.items() if report.problems}
 
     @property
     def left_out(self) -> list[str]:
-        """What to say of the types that cannot run, where others can."""
+        """Return a warning for each node type that cannot run while others can."""
         if len(self.problems) == len(self.reports):
             return []
         return [f"node type {name} is left out: {'; '.join(problems)}" for name, problems in self.problems.items()]

@@ -29,7 +29,7 @@ Ask = Callable[[Sequence[str]], Mapping[str, SchedulerState]]
 
 @dataclass(frozen=True)
 class RunSpace:
-    """What one run holds on the disk. Bytes."""
+    """The disk space of one run. Bytes."""
 
     id: str
     path: Path
@@ -48,7 +48,7 @@ class RunSpace:
 
 @dataclass(frozen=True)
 class CleanResult:
-    """What was freed."""
+    """The disk space that was freed."""
 
     files: int  # and folders
     size: int  # bytes

@@ -59,7 +59,7 @@ ENDED: tuple[State, ...] = ("failed", "cancelled", "lost", "held")
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared; `batches` are global."""
+    """The rows, batches (global) and seeds of a comparison."""
 
     methods: tuple[str, ...]
     batches: tuple[int, ...]

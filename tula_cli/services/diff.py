@@ -399,7 +399,7 @@ def _step_parts(probe: Measured | None) -> StepParts | None:
 
 @dataclass(frozen=True)
 class TrainingOverview:
-    """What came of a training; None is what it does not tell (yet)."""
+    """The outcome of a training; None for values that it has not reported."""
 
     signature: str
     ended: bool
@@ -491,7 +491,7 @@ def _best_metric(training: TrainingRun) -> tuple[float | None, str, int | None]:
 
 @dataclass(frozen=True)
 class RecommendedConfiguration:
-    """What a run recommends."""
+    """The configuration that a run recommends."""
 
     objective: str
     nodes: int
@@ -529,7 +529,7 @@ class RunOverview:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """What two runs do not have alike; `headline` is the answer in a line or two."""
+    """The differences of two runs; `headline` is the answer in one or two lines."""
 
     before: RunOverview  # A
     after: RunOverview  # B

@@ -169,7 +169,7 @@ def _data_memory(
 
 @dataclass(frozen=True)
 class _ProbedMemory:
-    """What the probes of a job tell of its memory."""
+    """The memory that the probes of a job measured."""
 
     probes: Sequence[Measured]
     ran: Sequence[int]  # local batches that ran on such a GPU

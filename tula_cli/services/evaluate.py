@@ -34,7 +34,7 @@ BEST, LAST = "best", "last"
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is to be evaluated."""
+    """The weights and samples to evaluate."""
 
     weights: str | None = None  # best, last or the path of a file; None: best where there is one, else last
     training: str | None = None  # its signature; None for the one that was started last

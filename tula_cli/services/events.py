@@ -1,4 +1,4 @@
-"""What a service tells while it works. It prints nothing: whoever iterates shows the events, or leaves them."""
+"""Events that a service yields while it works. A service prints nothing: the caller shows the events or ignores them."""
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Note:
-    """What goes on, in words."""
+    """A message about progress."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class WarningEvent:
-    """What the user should know; the same text may come again."""
+    """A warning; the same text may be repeated."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ProfilePlanned:
-    """What measuring is about to submit, on each type of node; None is the type of a job that names none."""
+    """The plan of profiling on each node type; the key is None for a job without node types."""
 
     plans: "Mapping[str | None, ProfilePlan]"
 
@@ -110,7 +110,7 @@ class JobsProgress:
 
 @dataclass(frozen=True)
 class NodeCheckProgress:
-    """What has become of the job that looks at the nodes, told where it changes."""
+    """The state of the job that checks the nodes, sent when it changes."""
 
     task: "CheckTask"
     state: "SchedulerState"

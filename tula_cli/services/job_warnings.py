@@ -152,7 +152,7 @@ HOW_TO_NEED_LESS = "fewer train.workers, or more train.accumulate, take less"
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """What a node has for the ranks' data. Bytes; None where that is not known."""
+    """The memory of a node for the ranks' data. Bytes; None if unknown."""
 
     shared: int | None  # of /dev/shm
     memory: int | None
@@ -200,7 +200,7 @@ def _parse_size(text: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class _Job:
-    """What the data of one measuring job takes on a node. Bytes."""
+    """The memory on a node that the data of one profiling job needs. Bytes."""
 
     ranks: int  # of a node
     workers: int  # of a rank, at most

@@ -43,13 +43,13 @@ class LogLine:
 
     @property
     def place(self) -> tuple[Path, bool]:
-        """What a heading is for."""
+        """Return the heading of a log."""
         return self.file, self.failure
 
 
 @dataclass(frozen=True)
 class LogQuery:
-    """What of a run's logs is asked for.
+    """The logs of a run that are requested.
 
     Args:
         job: only this job's; None for the one that wrote last.

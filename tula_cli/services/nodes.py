@@ -179,7 +179,7 @@ POLL_INTERVALS = (0.5, 10.0)
 
 @dataclass(frozen=True)
 class ClusterCheck:
-    """What the nodes of a cluster told, and what of it is not as a job needs it."""
+    """The reports of a cluster's nodes, and the findings that concern a job."""
 
     report: ClusterReport
     problems: tuple[str, ...]  # no job can run before these are solved

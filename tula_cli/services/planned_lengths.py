@@ -1,4 +1,4 @@
-"""What would be measured at each length of text (search.sequence), and what memory holds there, before anything has run."""
+"""The probes at each sequence length (search.sequence), and the batches that fit in memory, before anything has run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ PACKED_JOB = "probe-packed"
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """What profiling would do now: only what has no result yet."""
+    """The probes that profiling would run now: those without a result."""
 
     tasks: tuple[ProbeTask, ...]  # one job a number of nodes, those with missing probes only
     total: int  # probes of the whole search
@@ -64,7 +64,7 @@ class ProfilePlan:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """What was measured so far."""
+    """The measurements so far."""
 
     measured: tuple[Measured, ...]
     out_of_memory: tuple[OutOfMemory, ...]

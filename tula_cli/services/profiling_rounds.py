@@ -35,7 +35,7 @@ Plans = Sequence[tuple[Part, ProfilePlan]]
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """What was measured of each part (type of node, length of text); None is the whole of a job without types."""
+    """The measurements of each part (node type, sequence length); the key is None for a job without parts."""
 
     reports: Mapping[str | None, ProfileReport]
     partial: bool  # a probe failed or has no result, or a type has none at all
@@ -50,7 +50,7 @@ class SubmittedProbes(DetachedJobs):
 
 @dataclass(frozen=True)
 class DryRun:
-    """What would be submitted, as text, on one type of node."""
+    """The job scripts for one node type, as text."""
 
     plan: ProfilePlan | UpperBoundPlan
     scripts: tuple[str, ...]

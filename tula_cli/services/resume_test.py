@@ -33,7 +33,7 @@ FREEDOM: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
 
 @dataclass(frozen=True)
 class ResumeFinding:
-    """What is known of how a script resumes."""
+    """The result of a script's resume test."""
 
     rehearsal: Rehearsal
     setting: Literal["rehearse", "same", "epoch", "any"]  # script.resume.batch

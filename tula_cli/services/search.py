@@ -70,7 +70,7 @@ def _by_nodes(spec: JobSpec, candidates: Iterable[Config]) -> dict[int, tuple[in
 
 @dataclass(frozen=True)
 class Round:
-    """What `strategy: adaptive` measures next."""
+    """The next probes of `strategy: adaptive`."""
 
     probes: Mapping[int, tuple[int, ...]]  # number of nodes to ascending local batches; empty where nothing is worth it
     reasons: tuple[str, ...]  # one line a probe

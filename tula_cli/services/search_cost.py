@@ -24,7 +24,7 @@ ASSUMED_START = 20.0
 
 @dataclass(frozen=True)
 class Expectation:
-    """What all probes of a search take together."""
+    """The duration and node-hours of all probes of a search."""
 
     hours: float  # one job after the other
     node_hours: float
@@ -32,7 +32,7 @@ class Expectation:
 
     @property
     def basis(self) -> str:
-        """What it rests on, in words."""
+        """Return a description of what the value is based on."""
         if not self.probes:
             return f"where a step takes {ASSUMED_STEP:g} s"
         return "as the probe there is took" if self.probes == 1 else f"as the {self.probes} probes there are took"
@@ -92,7 +92,7 @@ waits in the queue once, and its choice under a bound on the batch is the better
 
 @dataclass(frozen=True)
 class SearchCost:
-    """What the strategies take, as shares of the node-hours of one training."""
+    """The cost of each strategy, as a share of the node-hours of one training."""
 
     nodes: int  # of that training: the fewest
     batch: int  # and the largest that is feasible there

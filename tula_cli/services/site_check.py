@@ -36,7 +36,7 @@ from tula_cli.words import plural
 
 @dataclass(frozen=True)
 class SiteFinding:
-    """What is so, or is wrong, and what to do about it."""
+    """One finding about a site: what was checked, its state, and what to do."""
 
     verdict: Literal["ok", "warning", "problem"]  # with a problem jobs fail, or are refused
     about: str  # the key, or what it is about
@@ -87,7 +87,7 @@ class SiteSettings:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """What these keys stand in."""
+        """Return the sections that hold these keys."""
         return tuple(dict.fromkeys(key.rpartition(".")[0] for key in self.keys))
 
     def origin(self, path: str) -> str:
@@ -215,7 +215,7 @@ print("{_MARK}" + json.dumps({{"python": list(sys.version_info[:3]), "path": sys
 
 @dataclass(frozen=True)
 class _ShellResult:
-    """What became of lines of the shell."""
+    """The result of shell lines."""
 
     code: int
     out: str
@@ -599,7 +599,7 @@ _ERRORS: Mapping[str, type[TulaError]] = {"file": SpecError, "scheduler": Schedu
 
 @dataclass(frozen=True)
 class SiteCheck:
-    """What was looked at and found."""
+    """The findings of a check of a site."""
 
     files: tuple[Path, ...]
     keys: tuple[str, ...]  # that they set

@@ -1,4 +1,4 @@
-"""What became of a run: its jobs, its training, its logs.
+"""The state of a run: its jobs and its training.
 
 Reads the run directory; the scheduler is asked, not believed: it forgets jobs and runs ahead of the files. Services for `tula status`, `list`, `logs`, `cancel` and for the waiting in `profile` and `train`.
 """

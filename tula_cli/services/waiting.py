@@ -1,4 +1,4 @@
-"""What the commands that submit jobs have in common: what they work with, asking first, and waiting."""
+"""Shared parts of the commands that submit jobs: their dependencies, confirmation, and waiting."""
 
 import os
 import time
@@ -25,7 +25,7 @@ FIRST_JOB = "the job that builds the model and the dataset"
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What a command works with; tests give others."""
+    """The launcher, inspection and clock that a command uses; tests replace them."""
 
     launcher_for: Callable[[JobSpec], Launcher]
     inspect: Callable[[JobSpec], Inspection]  # tells the dataset's size and the memory

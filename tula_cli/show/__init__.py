@@ -1,1 +1,1 @@
-"""What a person sees; the only place that imports rich."""
+"""The output for people; the only package that imports rich."""

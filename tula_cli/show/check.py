@@ -1,4 +1,4 @@
-"""What `tula init` and `tula check` show."""
+"""Output of `tula init` and `tula check`."""
 
 import json
 import shlex
@@ -45,7 +45,7 @@ def render_checks(
 
 
 def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
-    """What the job is, what it would search, what that may cost; or where each value of the spec comes from."""
+    """Show the job, its search and the cost of it; or the origin of each value of the job file."""
     if origins:
         made = table(("key", "value", "from"), left=range(3))
         for key, origin in origins.items():
@@ -142,7 +142,7 @@ def render_inspection(found: "Inspection") -> Iterator["RenderableType"]:
 
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
-    """What to write into a script's loop."""
+    """Show the lines to add to a script's loop."""
     yield f"wrote {path}, to lie beside the script; without tula it does nothing"
     yield ""
     yield "import tula_hooks as tula"

@@ -1,4 +1,4 @@
-"""What `tula clean` shows."""
+"""Output of `tula clean`."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ def _space_rows(one: "RunSpace") -> list[list[str]]:
 
 
 def describe_cleaned(done: "CleanResult") -> Iterator[str]:
-    """What was freed."""
+    """The disk space that was freed."""
     yield f"freed {amount(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
     yield from (f"not all of {problem}" for problem in done.problems)
 

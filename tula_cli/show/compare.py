@@ -1,4 +1,4 @@
-"""What `tula compare` shows before it starts, and the table of its answer."""
+"""Output of `tula compare`: its plan, and the table of its result."""
 
 import math
 from collections.abc import Iterator, Sequence

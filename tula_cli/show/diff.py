@@ -1,4 +1,4 @@
-"""What `tula diff` shows: the answer first, then what differs, then every configuration that both runs have."""
+"""Output of `tula diff`: the answer, the differences, and every configuration that both runs have."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING

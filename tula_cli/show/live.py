@@ -1,4 +1,4 @@
-"""What is redrawn while one waits."""
+"""The live display while a command waits."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What `tula profile` shows before it starts, and when it is done."""
+"""Output of `tula profile`: its plan and its result."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
-    """What measuring all parts may cost at most, where there are several."""
+    """Show the upper bound of profiling all parts together, if there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
         known = [price for price in prices if price is not None]
@@ -26,7 +26,7 @@ def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["Rend
 
 
 def plans(found: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
-    """What would be measured on each type of node and what it may cost at most."""
+    """Show the plan for each node type and its upper bound."""
     yield from by_type(found, plan)
     yield from all_types(list(found.values()))
 
@@ -38,7 +38,7 @@ def dry_run(found: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
 
 
 def plan(found: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
-    """What would be measured on one type of node and what it may cost at most, then the scripts."""
+    """Show the plan for one node type and its upper bound, then the job scripts."""
     from tula_cli.services.profile import ProfilePlan
 
     yield from _settled_plan(found) if isinstance(found, ProfilePlan) else unsettled_plan(found)
@@ -48,7 +48,7 @@ def plan(found: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()) 
 
 
 def unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
-    """What is known before a node has built the model and the dataset: what it may cost at most."""
+    """Show the upper bound that is known before a node has built the model and the dataset."""
     if plan.why:
         yield plan.why
         yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and settles the probes"

@@ -1,4 +1,4 @@
-"""What `tula report` shows where no form is asked for: what there is, and what is missing."""
+"""Output of `tula report` without a format: the sections that exist, and what is missing."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING

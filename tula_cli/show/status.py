@@ -1,4 +1,4 @@
-"""What `tula status` and `tula list` show."""
+"""Output of `tula status` and `tula list`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -246,7 +246,7 @@ def links(found: "Iterable[JobStatus]") -> Iterator[str]:
 
 
 def evaluation(found: "Evaluated") -> str:
-    """What weights of a training come to on a set of samples, in one line."""
+    """Return the evaluation of a training's weights in one line."""
     at = "" if found.samples is None else f" at {found.samples} samples"
     name = found.weights if found.samples is not None else near(Path(found.weights))
     told = ", ".join(f"{metric} {number(value, 4)}" for metric, value in found.metrics.items())
@@ -261,7 +261,7 @@ def changes(found: "Sequence[StepChange]") -> Iterator[str]:
 
 
 def scaling(mean: float, share: float) -> str:
-    """What gradient scaling did: its mean factor, and the share of the steps that it acted in."""
+    """Return the mean factor of gradient scaling, and the share of steps that were scaled."""
     return f"factor {number(mean, 3)} in {percent(share)} % of the steps"
 
 
@@ -272,7 +272,7 @@ def _tuning(now: "TuningStatus") -> str:
 
 
 def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
-    """What each arm of a self-tuning training came to on the held-out samples, in its longest branch."""
+    """Return a table of each arm of an automatic tuning: its result on the held-out samples in its longest branch."""
     from tula_cli.models.halving import rank_branches
 
     longest = {branch.arm: branch for branch in found}  # rungs ascend

@@ -1,4 +1,4 @@
-"""What `tula train` shows before it starts, and when it is done."""
+"""Output of `tula train`: its plan and its result."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -156,7 +156,7 @@ def evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
 
 
 def evaluated(found: "Evaluated") -> Iterator[str]:
-    """What weights come to on a set of samples."""
+    """Show the evaluation of weights on a set of samples."""
     at = "" if found.samples is None else f" at {found.samples} samples"
     on = f"{_samples(found.test)}, {found.size} samples of {found.dataset}"
     yield f"{_weights(found.weights)} of training {found.signature}{at} on {on}"

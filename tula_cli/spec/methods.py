@@ -15,7 +15,7 @@ REASON = "tula's loop can change the batch while it trains"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a method before anything is built."""
+    """Properties of a training method that are known before anything is built."""
 
     file: str = "plain"  # of worker/methods, where its object METHOD is
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate, in batch / reference_batch

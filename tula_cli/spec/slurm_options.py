@@ -141,7 +141,7 @@ def _ascending(bins: list[WallTime]) -> list[WallTime]:
 
 
 class Slurm(Section):
-    """What sbatch and srun are asked for; nothing is asked for that is not given here."""
+    """Options of sbatch and srun; an option that is not set here is not passed."""
 
     launcher: Literal["srun", "torchrun"] = "srun"  # one task a GPU; or one a node, which starts the node's ranks
     partition: Line | None = None  # sbatch's --partition

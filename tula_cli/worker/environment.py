@@ -1,4 +1,4 @@
-"""What a run was measured with: hosts, hardware, driver, versions, the settings in the environment."""
+"""The environment of a measurement: hosts, hardware, driver, versions, environment variables."""
 
 import json
 import os

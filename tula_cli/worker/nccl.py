@@ -1,4 +1,4 @@
-"""What NCCL chooses for its all-reduces, in its own words: no call tells.
+"""The algorithm and protocol that NCCL chooses for all-reduces, read from its debug output, as no call returns them.
 
 NCCL picks an algorithm (ring, tree, NVLS ...) and a protocol by the size of each collective and by what it finds of the
 hardware. With NCCL_DEBUG=INFO and the subsystem TUNING, rank 0 writes a line for each collective, to a file of its own

@@ -1,4 +1,4 @@
-"""What stands in place of the placeholders of a script's command line."""
+"""The values of the placeholders in a script's command line."""
 
 import os
 from dataclasses import dataclass

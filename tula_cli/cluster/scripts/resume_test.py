@@ -133,7 +133,7 @@ class ResumeTest:
 
     @property
     def record(self) -> Rehearsal:
-        """What was found so far."""
+        """Return the result so far."""
         return self.files.read(self.task.id) or Rehearsal(task=self.task.id, key=self.task.key, began_at=time.time())
 
     # --- what comes next
@@ -233,7 +233,7 @@ class ResumeTest:
         return Length(samples=math.ceil(1.5 * saved)) if begin.whole > 2 * saved else None
 
     def placeholder_values(self, start: RehearsalStart) -> dict[str, str | float]:
-        """What the placeholders of paths stand for."""
+        """Return the values of the placeholders in paths."""
         return placeholder_values(
             self.task.spec, ScriptProcess(self.task.nodes, 0, "", 0), batch=start.batch, out=Path(start.out),
             run=self.run.path.absolute(), workers=0,

@@ -1,4 +1,4 @@
-"""What a supervisor starts a script with: the command line of each process, its environment, and the shim's plan."""
+"""The start of a script by a supervisor: the command line of each process, its environment, and the shim's plan."""
 
 import os
 import shlex

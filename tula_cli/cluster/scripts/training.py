@@ -331,7 +331,7 @@ class ScriptTraining:
 
     @property
     def placeholder_values(self) -> dict[str, str | float]:
-        """What the placeholders of paths stand for."""
+        """Return the values of the placeholders in paths."""
         process = ScriptProcess(self.task.nodes, 0, "", 0)
         task, run = self.task, self.run.path.absolute()
         return placeholder_values(

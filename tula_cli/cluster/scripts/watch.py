@@ -1,4 +1,4 @@
-"""What the shims of the ranks that a supervisor has started tell while they run, and at their end."""
+"""The reports of a script's ranks to their supervisor, while they run and at their end."""
 
 import contextlib
 import filecmp

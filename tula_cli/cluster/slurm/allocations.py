@@ -1,4 +1,4 @@
-"""What SLURM allocates a job on each of its nodes, by what it asks for and what `scontrol` tells of partitions and nodes.
+"""The resources that SLURM allocates to a job on each node, from its request and `scontrol`'s partitions and nodes.
 
 As SLURM 22.05 was seen to do it, and 24.11 documents it: a job with its nodes for itself is given all their CPUs and GPUs, but
 memory only as it asks for it; where it asks for none, as the partition has it by default, else all that there is.
@@ -37,7 +37,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Node:
-    """What one node has, as far as SLURM counts it."""
+    """The resources of one node that SLURM counts."""
 
     tres: Mapping[str, float]  # CfgTRES
     partitions: tuple[str, ...]

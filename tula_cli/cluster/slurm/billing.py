@@ -134,7 +134,7 @@ def ask_slurm(*command: str) -> str:
 
 @dataclass(frozen=True)
 class _BillOption:
-    """What a job is billed on one kind of nodes of a partition."""
+    """The billing of a job on one kind of nodes of a partition."""
 
     partition: str
     node: float
@@ -319,7 +319,7 @@ class TresLimit:
 
 @dataclass(frozen=True)
 class Balance:
-    """What an account has left; no limits at all are as much as one likes, unless some could not be seen."""
+    """The balance of an account; without limits it is unbounded, unless some limits could not be read."""
 
     account: str
     limits: tuple[TresLimit, ...]
@@ -459,7 +459,7 @@ _OPEN = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
 
 @dataclass(frozen=True)
 class BilledJobs:
-    """What jobs were billed."""
+    """The billing of finished jobs."""
 
     jobs: int  # that had nodes
     billing_hours: float  # before usage and charge factors

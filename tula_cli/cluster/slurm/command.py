@@ -24,7 +24,7 @@ _SET_VARIABLES = (
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What became of a call: `complaint` says what went wrong, empty where nothing did."""
+    """The result of a command; `complaint` is its error, or empty."""
 
     end: Literal["done", "failed", "hung", "missing"]
     text: str = ""

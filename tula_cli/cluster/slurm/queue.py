@@ -1,4 +1,4 @@
-"""What SLURM says of its jobs: a hint, never the truth about results. It forgets, lags, and may not answer at all.
+"""Job states by SLURM: hints, never the truth about results. SLURM forgets, lags, and may not answer.
 
 Only what SLURM prints alike from 20.11 on is read: fields asked for by name, without headings, one job a line. A command
 that is missing, hangs, fails or says what nobody knows is an answer that tells nothing; none of it raises an error.
@@ -35,7 +35,7 @@ _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """What squeue said of all jobs of a user, or why it said nothing, and when it was asked (Unix time)."""
+    """The answer of squeue about all jobs of a user, or its error, and the time of the query (Unix time)."""
 
     asked_at: float
     text: str

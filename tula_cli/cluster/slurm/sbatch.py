@@ -1,4 +1,4 @@
-"""What sbatch and srun are asked for: what the spec asks for, and nothing else."""
+"""The options of sbatch and srun: those of the job file, and no others."""
 
 import shlex
 import time

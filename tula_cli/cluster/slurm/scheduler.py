@@ -251,7 +251,7 @@ class SlurmScheduler:
 
 @dataclass(frozen=True)
 class _Submission:
-    """What sbatch answered: the id of the job, or the words that leave open whether it was accepted."""
+    """The answer of sbatch: the id of the job, or text that leaves open whether it was accepted."""
 
     id: str = ""
     words: str = ""

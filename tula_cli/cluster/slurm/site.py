@@ -78,7 +78,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Site:
-    """What the scheduler tells of a site."""
+    """The partitions and accounts of a site by its scheduler."""
 
     partitions: tuple[Partition, ...]
     accounts: tuple[str, ...]  # the user's, as far as accounting knows any
@@ -481,7 +481,7 @@ ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """What is known of a site; None is what nothing tells."""
+    """The QOS, features and reservations of a site; None if unknown."""
 
     partitions: tuple[Partition, ...]
     silent: Mapping[str, str]  # command -> what it complains of: it is not there, hangs, or fails

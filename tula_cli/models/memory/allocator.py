@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA allocator takes from the device for a sequence of allocations: rounding, segments, splitting.
+"""Simulation of PyTorch's CUDA allocator: the device memory of a sequence of allocations, with rounding, segments and splits.
 
 The allocator asks the driver for segments and hands out blocks of them. Requests are rounded up to 512 bytes; those up
 to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have a segment of their own in whole

@@ -1,4 +1,4 @@
-"""What data takes of a node's own memory on its way to the ranks: in /dev/shm, in pinned copies, in processes.
+"""Host memory of the data on its way to the ranks: in /dev/shm, in pinned copies, in processes.
 
 The processes of a data loader hand whole micro-batches over in shared memory, `PREFETCH_FACTOR` of them each; a GPU takes them from
 pinned copies, which torch rounds up to powers of two and keeps (its caching allocator of pinned memory). Two loaders are
@@ -16,7 +16,7 @@ LOADERS_AT_A_TIME = 2
 
 @dataclass(frozen=True)
 class DataMemory:
-    """What the data of all ranks of a node may come to, beside the model and the processes themselves. Bytes."""
+    """Host memory of the data of all ranks of a node, without the model and the processes. Bytes."""
 
     batches: int  # one micro-batch of each rank
     shared: int  # in /dev/shm: what loader processes have made and nobody has taken

@@ -52,7 +52,7 @@ class _Point:
 
     @property
     def reserved_ratio(self) -> float:
-        """What the allocator holds, as a multiple of the peak."""
+        """Return the memory that the allocator reserves, as a multiple of the peak."""
         return max(1.0, self.memory.reserved / self.memory.peak) if self.memory.peak > 0 else 1.0
 
     @property
@@ -120,12 +120,12 @@ class MemoryModel:
 
     @property
     def slope(self) -> float:
-        """What one more sample in the micro-batch takes, where the batch is large."""
+        """Return the memory of one more sample in the micro-batch, for large batches."""
         return self.batch_slope + self.activations.last_slope()
 
     @property
     def fixed(self) -> float:
-        """What is left of the peak at no sample, seen from large batches."""
+        """Return the peak extrapolated to zero samples from large batches."""
         last_corner = self.activations.xs[-1]
         return float(
             max(0.0, self.states.static + self.activations(last_corner) - self.activations.last_slope() * last_corner)

@@ -49,7 +49,7 @@ def stage_objective_of(recommended: Recommendation | None) -> Worth:
 
 @dataclass(frozen=True)
 class Change:
-    """What going on with other nodes takes; seconds."""
+    """The duration of a change of nodes. Seconds."""
 
     start: float  # until the ranks train; on nodes that are paid for
     queue: float = 0.0  # until there are nodes, which are not

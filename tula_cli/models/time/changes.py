@@ -119,7 +119,7 @@ SETTLING_SAMPLES = 3
 
 @dataclass(frozen=True)
 class StepSample:
-    """What some steps took, and where the first of them began."""
+    """The duration of some steps, and the sample at which the first of them started."""
 
     samples: int
     epoch: float | None  # None where nobody knows how many samples one has

@@ -16,7 +16,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Prior:
-    """What is believed of one parameter before any probe: a normal distribution."""
+    """The prior of one parameter: a normal distribution."""
 
     mean: float
     sd: float
@@ -157,7 +157,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the local residuals are part of: each row is a ln t (which all enter) or a ln c. Arrays of one length."""
+    """The rows that local residuals enter: each is a ln t (with all residuals) or a ln c. Arrays of one length."""
 
     batch: Floats
     replicas: Floats

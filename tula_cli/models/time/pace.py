@@ -22,7 +22,7 @@ Result = Measured | OutOfMemory | Failed
 
 @dataclass(frozen=True)
 class TrainingPace:
-    """What steps of a training take now."""
+    """The current step time of a training."""
 
     nodes: int
     gpus_per_node: int

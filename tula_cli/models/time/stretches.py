@@ -32,7 +32,7 @@ Refused = Callable[[TrainTask, Row | None], str]
 
 @dataclass(frozen=True)
 class TrainingObservations:
-    """What a training tells, and why other steps of it do not count."""
+    """The observations of a training, and why other steps of it are excluded."""
 
     found: tuple[TrainedSteps, ...] = ()
     left_out: tuple[str, ...] = ()

@@ -1,1 +1,1 @@
-"""What is stored in a run directory: frozen records, one JSON file each."""
+"""The records of a run directory: immutable, one JSON file each."""

@@ -1,4 +1,4 @@
-"""What all records have in common."""
+"""The base of all records."""
 
 from typing import Annotated, Literal
 

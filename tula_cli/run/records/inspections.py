@@ -6,7 +6,7 @@ from tula_cli.run.records.base import Footprint, Record, RecordedText
 
 
 class Inspection(Record):
-    """What building the model and the dataset (in a process of its own) tells before anything is measured."""
+    """Properties of the model and the dataset, from building them in a separate process before anything is measured."""
 
     dataset_size: int
     eval_size: int
@@ -41,7 +41,7 @@ class FirstJob(Record):
 
 
 class NodeReport(Record):
-    """What one node said of itself in a `tula check --on-cluster`; on this machine, one of its sets of ranks."""
+    """The report of one node in `tula check --on-cluster`; on this machine, of one set of ranks."""
 
     node: int  # from 0, in the order of ranks
     host: str
@@ -83,7 +83,7 @@ class Transfer(Record):
 
 
 class ClusterReport(Record):
-    """What the ranks of a CheckTask found, written by rank 0."""
+    """The reports of the ranks of a CheckTask, written by rank 0."""
 
     id: str
     job: str

@@ -35,7 +35,7 @@ class Job(Record):
 
 
 class Shortage(Record):
-    """What a full file system had at the time. Bytes."""
+    """The free and total space of a full file system. Bytes."""
 
     folder: str  # that was written to
     free: int  # to this user
@@ -51,7 +51,7 @@ class Shortage(Record):
 
 
 class Failure(Record):
-    """What one failing rank saw."""
+    """The failure of one rank."""
 
     task: str
     attempt: int
@@ -101,7 +101,7 @@ class Attempt(Record):
 
 
 class LeaderCommand(Record):
-    """What all supervisors of a job do next, as their leader writes it down. `task` None ends the job."""
+    """The next command of the leader to all supervisors of a job. `task` None ends the job."""
 
     task: str | None
     attempt: int = 0

@@ -1,4 +1,4 @@
-"""What a probe tells: measured, out of memory, or failed."""
+"""Results of probes: measured, out of memory, or failed."""
 
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ class GradientStats(Record):
 
 
 class Host(Record):
-    """What the ranks of one node ran on."""
+    """The host of the ranks of one node."""
 
     name: str
     ranks: Count
@@ -31,7 +31,7 @@ class Host(Record):
 
 
 class Environment(Record):
-    """What a measurement was made on; a fit refuses to mix `hardware`."""
+    """The environment of a measurement; a fit does not mix different `hardware`."""
 
     hosts: tuple[str, ...]
     device: str  # "cuda" or "cpu"
@@ -59,7 +59,7 @@ class Environment(Record):
 
 
 class Overheads(Record):
-    """What training costs in time beside its steps. Seconds; None is what was not measured, and no 0."""
+    """Overheads of training in addition to its steps. Seconds; None if not measured, which is not 0."""
 
     startup: float  # from the start of the worker process to its first step
     eval_batch: float | None  # one evaluation batch of eval_batch_size samples on one rank
@@ -89,7 +89,7 @@ class Tokens(Record):
 
 
 class ScriptSeen(Record):
-    """What a script of the user's own was seen to train with: the same in all probes of one training."""
+    """The settings that a script was observed to use: the same in all probes of one training."""
 
     optimizer: str | None  # class name; None where its loop tells its steps by hand
     parameters: Count | None  # numbers that the optimizer trains
@@ -99,7 +99,7 @@ class ScriptSeen(Record):
 
 
 class RankPace(Record):
-    """What one rank takes of its own for a step. Seconds, medians."""
+    """The durations of one rank's step. Seconds, medians."""
 
     host: str
     compute: float  # a whole step without synchronisation, its wait for data included
@@ -145,7 +145,7 @@ class Measured(Record):
 
     @property
     def description(self) -> str:
-        """What the job's log says of it, a line."""
+        """Return one line for the job's log."""
         step = sum(self.step_times) / len(self.step_times)
         configuration_text = words.configuration(self.nodes, self.batch, self.local_batch)
         pace = f"{words.number(1000 * step)} ms a step, {words.number(self.batch / step)} samples/s"

@@ -1,4 +1,4 @@
-"""What trainings tell: results, tuning, summaries, comparisons."""
+"""Records of trainings: results, tuning, summaries, comparisons."""
 
 import math
 from typing import Literal
@@ -16,7 +16,7 @@ class JobFile(Record):
 
 
 class StageDecision(Record):
-    """What a measurement of the gradient noise has decided of a coming stage: a row of a training's stages.jsonl."""
+    """A decision about the next stage from a measurement of the gradient noise: a row of a training's stages.jsonl."""
 
     passed: int  # samples, when it was measured
     batch: int  # of the stage
@@ -90,7 +90,7 @@ class Tuning(Record):
 
 
 class Scaled(Record):
-    """What adaptive gradient scaling did in a training by a script."""
+    """The effect of adaptive gradient scaling in a training by a script."""
 
     steps: int  # optimizer steps, over all attempts
     scaled: float  # share of them that were scaled
@@ -152,7 +152,7 @@ class Save(Record):
 
 
 class ScriptSaves(Record):
-    """What a training by a script has saved and lost. Written by the supervisors' leader."""
+    """The checkpoints and lost steps of a training by a script. Written by the leader of the supervisors."""
 
     saves: tuple[Save, ...] = ()  # the newest ones
     lost: tuple[int, ...] = ()  # samples that came after the newest checkpoint, at each start that did not end well
@@ -164,7 +164,7 @@ class ScriptSaves(Record):
 
 
 class Evaluated(Record):
-    """What a training's weights came to on a set of samples, written by rank 0: `tula evaluate`."""
+    """The evaluation of a training's weights on a set of samples (`tula evaluate`), written by rank 0."""
 
     signature: str  # of the training
     key: str
@@ -182,7 +182,7 @@ class Evaluated(Record):
 
 
 class CountedEnergy(Record):
-    """What the counters of all GPUs have told of a training, over all its attempts; written by rank 0."""
+    """The energy of a training by the counters of all GPUs, over all its attempts; written by rank 0."""
 
     joules: float
     seconds: float  # over which they were read: not while ranks start, nor from an epoch's end to a failure
@@ -249,7 +249,7 @@ class Cell(Record):
 
 
 class Comparison(Record):
-    """What `tula compare` was asked for, and its trainings in the order of their worth."""
+    """The request of a `tula compare`, and its trainings in the order of their importance."""
 
     methods: tuple[str, ...]
     batches: tuple[int, ...]

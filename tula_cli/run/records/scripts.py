@@ -63,7 +63,7 @@ class Rehearsed(Record):
 
 
 class Rehearsal(Record):
-    """What a rehearsal has found so far; `verdict` None once it is over: it could not be found out, and `told` says why."""
+    """The state of a resume test; `verdict` None after its end: no verdict was possible, and `told` has the reason."""
 
     task: str
     key: str  # rehearsal_signature
@@ -82,7 +82,7 @@ Cause = Literal["eval", "epoch", "save"]
 
 
 class Expected(Record):
-    """What the command line was given and the user claims of it; None where nothing is claimed."""
+    """The values passed to the command and expected of it; None if nothing is expected."""
 
     world: int | None = None
     batch: int | None = None
@@ -92,7 +92,7 @@ class Expected(Record):
 
 
 class AgsPlan(Record):
-    """What the shim is told of adaptive gradient scaling around the script's optimizer."""
+    """The settings of adaptive gradient scaling around a script's optimizer, for the shim."""
 
     code: str  # the folder in which the library is
     settings: dict[str, Any]  # all of section ags that makes factors and gate, as a preset spells it, and `parameters`
@@ -186,7 +186,7 @@ class LearningRates(Record):
 
 
 class LoaderSeen(Record):
-    """What a data loader says of itself."""
+    """The properties of a data loader."""
 
     dataset: int | None  # samples
     batches: int | None  # an epoch, on this rank

@@ -1,4 +1,4 @@
-"""What a job has to do."""
+"""Tasks of jobs."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -86,7 +86,7 @@ class TrainTask(Record):
 
     @property
     def prediction(self) -> Prediction | None:
-        """What is predicted for the batch, in micro-batches as they are cut now; None where nothing is."""
+        """Return the prediction for the batch with the current micro-batches, or None."""
         rung = self.ladder[0]
         return rung.prediction if self.splits == 1 else rung.cut.get(self.splits)
 

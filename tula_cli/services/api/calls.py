@@ -1,4 +1,4 @@
-"""What a call of the Python API is about and works with: its job or run, settings, launcher, and who is told."""
+"""The arguments that the functions of the Python API share: job or run, settings, launcher, and callbacks."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ Confirm = Callable[[Planned], bool]
 
 
 class Settings(TypedDict, total=False):
-    """What every function takes that submits jobs.
+    """Arguments of all functions that submit jobs.
 
     Keys:
         root: where the runs of jobs are kept; "tula-runs".
@@ -52,7 +52,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Call:
-    """What a call is about: the run (which may not be there yet), its settings, and where they come from."""
+    """The subject of a call: the run (which may not exist yet), its settings, and their origin."""
 
     run: RunDir
     spec: JobSpec

@@ -1,4 +1,4 @@
-"""What is different between two runs, from Python."""
+"""`tula diff` from Python."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ from tula_cli.spec.job import JobSpec
 
 @dataclass(frozen=True)
 class GridRequest:
-    """What is to be compared; what is None is as the last time, else as recommended or by default."""
+    """The requested comparison; None takes the value of the last comparison, of the recommendation, or the default."""
 
     methods: tuple[str, ...] | None = None
     batches: tuple[int, ...] | None = None  # global

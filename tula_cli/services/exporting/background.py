@@ -17,7 +17,7 @@ PATIENCE = 60.0
 
 
 class Beside:
-    """What sends a run while a command waits for jobs of it.
+    """A background process that sends a run to trackers while a command waits for its jobs.
 
     Probes on this machine are timed: there it sends when they are over, not while they share the cores with it.
 
@@ -38,7 +38,7 @@ class Beside:
 
     @property
     def log(self) -> Path:
-        """What the trackers' own libraries say."""
+        """Return the log of the trackers' libraries."""
         return self.run.path / FOLDER / "export.log"
 
     def _start(self, *how: str) -> None:

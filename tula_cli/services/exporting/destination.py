@@ -25,7 +25,7 @@ from tula_cli.spec.sections import TRACKERS, without_password
 
 
 class SentRun(Record):
-    """What was sent of one run at a tracker."""
+    """The values of one run that a tracker has received."""
 
     id: str  # the tracker's
     settled: dict[str, str] = {}  # digests of its settings, words, single numbers and state
@@ -140,7 +140,7 @@ class Destination:
 
     @property
     def name(self) -> str:
-        """What the files that remember it are called."""
+        """Return the name of the files that record what was sent."""
         word = self.to if self.to in TRACKERS else re.sub(r"\W+", "_", self.to)
         place = self.uri.replace(f"{self.home}/", f"{FOLDER}/") if self.home else self.uri
         return f"{word}-{digest([self.to, place, self.project])[:8]}"

@@ -70,7 +70,7 @@ LONGEST_PAUSE = 600.0
 
 @dataclass(frozen=True)
 class Exported:
-    """What was sent to one tracker."""
+    """The values sent to one tracker."""
 
     to: str
     uri: str

@@ -1,4 +1,4 @@
-"""What a tracker is to tula: the one interface of all exporters, those that come with it and those of a user's own."""
+"""The interface of all trackers, those that tula includes and those of users."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Described:
 
     @property
     def name(self) -> str:
-        """What it is called at the tracker."""
+        """Return the run's name at the tracker."""
         return self.group if self.kind == "run" else f"{self.group}/{self.key}"
 
 

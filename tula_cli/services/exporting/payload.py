@@ -32,7 +32,7 @@ from tula_cli.words import number as number_word
 
 @dataclass(frozen=True)
 class Told:
-    """What is sent of one run at a tracker, but for its curves."""
+    """The values of one run that are sent to a tracker, without its curves."""
 
     run: Described
     state: State

@@ -35,7 +35,7 @@ FILES = ("recommended.yaml", "results.csv")
 
 @dataclass
 class Counted:
-    """What was sent in one look."""
+    """The number of values sent in one update."""
 
     runs: int = 0  # that are new at the tracker
     points: int = 0
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def runs(self) -> dict[str, SentRun]:
-        """What was sent, by the keys of the runs at the tracker."""
+        """Return the sent values, by the keys of the runs at the tracker."""
         return dict(self._sent.runs)
 
     def _read(self) -> Sent:

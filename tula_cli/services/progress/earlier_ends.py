@@ -25,7 +25,7 @@ class ExpectedEnd:
 
     @property
     def description(self) -> str:
-        """What it rests on."""
+        """Return what the value is based on."""
         least, most = self.witnesses[0], self.witnesses[-1]
         epochs = plural(least, "epoch") if least == most else f"{least} to {most} epochs"
         count = len(self.witnesses)

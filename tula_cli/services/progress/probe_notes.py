@@ -1,4 +1,4 @@
-"""What the probes of a script say is absent in them."""
+"""Notes of a script's probes about quantities that they could not measure."""
 
 from collections import Counter
 from collections.abc import Iterable

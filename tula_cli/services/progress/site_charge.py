@@ -1,4 +1,4 @@
-"""What SLURM's accounting has billed a training, beside what was predicted (`pricing.kind: billing`)."""
+"""The charge of a training by SLURM's accounting, compared with the prediction (`pricing.kind: billing`)."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tula_cli.words import number, plural
 
 @dataclass(frozen=True)
 class SiteCharge:
-    """What a training was charged so far, by the accounting."""
+    """The charge of a training so far, by SLURM's accounting."""
 
     cost: float  # in the currency of the pricing
     currency: str
@@ -24,7 +24,7 @@ class SiteCharge:
 
     @property
     def description(self) -> str:
-        """What it follows from, and how far the billing of a job is from what was predicted."""
+        """Return the source of the charge, and how much the billing of a job differs from the prediction."""
         billings_text = ", ".join(map(str, self.billings)) or "none yet"
         expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
         so_far = ", so far" * self.open

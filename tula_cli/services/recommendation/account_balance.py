@@ -14,7 +14,7 @@ from tula_cli.words import number
 
 @dataclass(frozen=True)
 class BalanceCheck:
-    """What an account has left beside what something takes of it."""
+    """The balance of an account compared with the cost of a command."""
 
     account: str
     limits: tuple[TresLimit, ...]  # minutes of each TRES

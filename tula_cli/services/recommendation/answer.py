@@ -1,4 +1,4 @@
-"""What `tula recommend` writes: the recommended job, the command to train it, the table of results."""
+"""The output files of `tula recommend`: the recommended job, the command that trains it, the table of results."""
 
 import csv
 import io
@@ -32,7 +32,7 @@ _MAX_ROWS_DRAWN = 400
 
 @dataclass(frozen=True)
 class Answer:
-    """What was chosen, and what it rests on."""
+    """The recommendation and the estimates that it is based on."""
 
     recommendation: Recommendation
     by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any

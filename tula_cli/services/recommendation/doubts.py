@@ -1,4 +1,4 @@
-"""What makes an answer less than it seems, in words: probes that are missing, and a choice that may not hold."""
+"""Warnings about a recommendation: missing probes, and reasons why the choice may not hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the telemetry of a training under way says of its own and of other configurations (`tula recommend --from-training`)."""
+"""Estimates from the telemetry of a running training, for its configuration and others (`tula recommend --from-training`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What an interruption will cost a training by a script, told beforehand: from what the run's trainings have saved so far."""
+"""The expected loss of an interrupted training by a script, from the checkpoints of the run's earlier trainings."""
 
 from tula_cli.models.interruptions import checkpoint_schedule
 from tula_cli.run.directory import RunDir

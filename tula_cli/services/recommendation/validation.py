@@ -46,7 +46,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class _Measurements:
-    """What was measured of one kind of node, by nodes and local batch."""
+    """The measurements on one node type, by nodes and local batch."""
 
     spec: JobSpec
     probes: Mapping[Place, Observation]

@@ -1,1 +1,1 @@
-"""What a report says."""
+"""The report of a run."""

@@ -1,4 +1,4 @@
-"""What a report says, apart from how it is drawn or written: plain values, no library of tables or plots."""
+"""The content of a report, apart from its presentation: plain values, no library of tables or plots."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -78,7 +78,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Figure:
-    """What is drawn; with a category scale x counts `categories` from 0."""
+    """A figure; with a category scale, x counts `categories` from 0."""
 
     key: str
     title: str

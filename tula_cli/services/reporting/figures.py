@@ -200,7 +200,7 @@ def _newest_training(part_material: PartMaterial) -> Iterator[TrainingMaterial]:
 
 @dataclass(frozen=True)
 class GradientCurve:
-    """What one training has logged: rows at the ends of epochs, and of the Hessian; curves of one name are averaged."""
+    """The logged rows of one training, per epoch and of the Hessian; curves of the same name are averaged."""
 
     name: str
     epochs: Sequence[Row]

@@ -1,1 +1,1 @@
-"""What sitecustomize installs. The contract with the launcher stands in the docstring of the folder above."""
+"""The package that sitecustomize installs. The contract with the launcher is in the docstring of the folder above."""

@@ -1,4 +1,4 @@
-"""What `tula_hooks.py` calls: a loop that tells its steps itself."""
+"""The functions that `tula_hooks.py` calls: a loop that reports its steps itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tula init --from-command` writes of a script: its sections with comments, and what is left to the user to write."""
+"""The job file that `tula init --from-command` proposes: sections with comments, and keys for the user to fill in."""
 
 import math
 import re

@@ -51,7 +51,7 @@ _HOW_TO_SAY = (
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a command line tells."""
+    """The settings of a job that a command line shows."""
 
     script: dict[str, Any]  # section `script`, as it is written; without what the command does not tell
     gpus_per_node: int | None  # as the launcher was told; None: there is no launcher

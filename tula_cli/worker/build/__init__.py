@@ -1,1 +1,1 @@
-"""What a spec becomes: model, data, loss, optimizer."""
+"""The objects that a job file describes: model, data, loss, optimizer."""

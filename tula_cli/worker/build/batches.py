@@ -274,7 +274,7 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 
 @dataclass(frozen=True)
 class ForwardSignature:
-    """What a model's `forward` takes."""
+    """The arguments of a model's `forward`."""
 
     names: tuple[str, ...]  # that may be given by name
     required: tuple[str, ...]  # of these, without a default

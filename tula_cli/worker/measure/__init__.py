@@ -1,1 +1,1 @@
-"""What is seen on the way: probes, memory, norms."""
+"""Measurements: the probe, memory, the inspection of a job, the report of a node."""

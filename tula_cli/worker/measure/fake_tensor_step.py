@@ -286,7 +286,7 @@ class FakeStep:
 
     @property
     def memory(self) -> Memory:
-        """What the method holds in a step."""
+        """Return the memory that the method needs in a step."""
         return method_of(self.spec).memory(self.spec, self.scaled, several=self.several)
 
     def batch(self, size: int) -> Any:

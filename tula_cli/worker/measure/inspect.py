@@ -1,4 +1,4 @@
-"""What building the model and the dataset tells: a JobSpec as JSON on stdin, or in the file named, an answer on stdout.
+"""The inspection of a job by building its model and dataset: a JobSpec as JSON on stdin or in a file, the answer on stdout.
 
 The first line says that the interpreter has all it needs, the last one is a JSON object. That is a `records.Inspection`, or `{"error": {"class", "message", "hint", "detail"}}` where class is the error of
 tula's that the command line raises. Whatever the user's code prints goes to stderr.

@@ -1,4 +1,4 @@
-"""What the ranks of a `tula check --on-cluster` look at: their nodes, their clocks, and the network between them.
+"""The checks of `tula check --on-cluster` on each rank: its node, its clock, and the network.
 
 All of it is told over gloo, so that nodes without a GPU, or with a broken NCCL, can still say so; only the transfers go
 through what a training would use.
@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank sees of its node."""
+    """The report of one rank about its node."""
 
     host: str
     gpus: tuple[Gpu, ...]

@@ -452,7 +452,7 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
 
 @dataclass(frozen=True)
 class JobOverheads:
-    """What is measured once a job. Seconds."""
+    """Overheads that are measured once per job. Seconds."""
 
     startup: float
     save: float

@@ -1,4 +1,4 @@
-"""What a training method is asked; as it stands here, it is the plain large batch (methods lbt and lrs)."""
+"""The base class of training methods, which is also the plain large batch (methods lbt and lrs)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from tula_cli.worker.ranks import Ranks
 
 
 class Loop(Protocol):
-    """What a method sees of a training under way."""
+    """The state of a running training that a method may read."""
 
     spec: JobSpec
     ranks: Ranks
@@ -51,7 +51,7 @@ class Loop(Protocol):
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a method's optimizer is built for."""
+    """The configuration that a method's optimizer is built for."""
 
     spec: JobSpec
     batch: int  # global
@@ -61,7 +61,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a method holds in a step beside the base optimizer's state."""
+    """The memory of a method in a step, in addition to the base optimizer's state."""
 
     factors: bool = False  # an element's, or a tensor's
     small_batch: bool = False  # the gradient of a small batch beside the large one's

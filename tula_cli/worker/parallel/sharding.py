@@ -63,7 +63,7 @@ class Sharded(nn.Module):
 
     @property
     def gathered_bytes(self) -> int:
-        """What `alone` takes beside the shares: all parameters, and their gradients."""
+        """Return the bytes that `alone` needs in addition to the shards: all parameters and their gradients."""
         return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
 
     @property

@@ -1,1 +1,1 @@
-"""What is then done with it: the loop, evaluation, checkpoints, self-tuning."""
+"""The training: its loop, evaluation, checkpoints and automatic tuning."""

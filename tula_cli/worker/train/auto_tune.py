@@ -63,7 +63,7 @@ class Log(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """What a training goes on with, and from where its arms part."""
+    """The arm that a training continues with, and the sample at which the arms branch."""
 
     arm: Arm
     epoch: float
@@ -96,7 +96,7 @@ def task_of_arm(task: TrainTask, arm: Arm, stages: Stages) -> TrainTask:
 
 @dataclass(frozen=True)
 class BranchContext:
-    """What every branch begins with."""
+    """The state that every branch starts from."""
 
     task: TrainTask
     ranks: Ranks
@@ -106,7 +106,7 @@ class BranchContext:
 
     @functools.cached_property
     def start(self) -> dict[str, Any]:
-        """What a checkpoint of the beginning holds where the arms part, trained without the held-out part."""
+        """Return the checkpoint at which the arms branch, trained without the held-out samples."""
         control = Choice(Arm(name=halving.CONTROL_ARM), 0.0)
         trainer = _build_arm_trainer(self, control.task(self.task, size=self.size))
         trainer.until = self.task.spec.auto.after

@@ -1,4 +1,4 @@
-"""What the gradients were like, step by step and over an epoch: the numbers behind Figures 5 to 8 of the paper.
+"""Statistics of gradients per step and per epoch: the numbers behind Figures 5 to 8 of the paper.
 
 Norms are gathered as tensors on the device and read where a row of steps is written, so that no step waits for them.
 """

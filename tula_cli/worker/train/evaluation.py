@@ -183,7 +183,7 @@ class UserMetrics:
 
 
 class MetricInput:
-    """What metrics are shown of a batch.
+    """The values of a batch that metrics receive.
 
     Args:
         outputs: of the model.

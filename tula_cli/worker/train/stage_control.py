@@ -1,4 +1,4 @@
-"""What the gradient noise says of the coming stage while a training is under way (`train.ramp: noise`).
+"""The decision about the next stage from the gradient noise of a running training (`train.ramp: noise`).
 
 At an epoch's end it is measured where a stage would begin before the next measurement. The stage then begins as planned, or is put
 off to that measurement, or never comes; the rule is `models/ramp/by_noise.py`'s. A decision is always about steps that are still to

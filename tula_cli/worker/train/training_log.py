@@ -1,4 +1,4 @@
-"""What a training tells of itself in metrics.jsonl: its start, its steps, its epochs, and its warnings."""
+"""The rows of a training in metrics.jsonl: its start, steps, epochs and warnings."""
 
 import math
 import statistics
@@ -60,7 +60,7 @@ class TrainingLog:
 
     @property
     def expected(self) -> Prediction | StageSteps | None:
-        """What is predicted for a step at the batch in use."""
+        """Return the predicted step time at the current batch."""
         return self.task.prediction and self.task.prediction.of_batch(self.batch)
 
     def add(self, kind: str, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""What was chosen and why, and what else was possible."""
+"""The choice, its reasons and its alternatives."""
 
 from collections.abc import Iterator, Sequence
 

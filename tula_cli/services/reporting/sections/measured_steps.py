@@ -1,4 +1,4 @@
-"""What was measured: every probe with its interval, and where a step's time goes."""
+"""The measurements: every probe with its interval, and the breakdown of a step's time."""
 
 from collections.abc import Iterator, Sequence
 

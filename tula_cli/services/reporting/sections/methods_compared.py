@@ -1,4 +1,4 @@
-"""What `tula compare` has trained in the run."""
+"""The trainings of `tula compare` in the run."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -182,7 +182,7 @@ def _axes(one: TrainingMaterial) -> "list[_Axis]":
 
 
 class _Axis:
-    """What curves are drawn over.
+    """The horizontal axis of curves.
 
     Args:
         key: for the keys of the figures.

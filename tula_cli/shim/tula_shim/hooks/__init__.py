@@ -1,1 +1,1 @@
-"""What is hung into torch: data loaders, DistributedDataParallel, optimizers, and the end of a process by an exception."""
+"""Hooks into torch: data loaders, DistributedDataParallel, optimizers, and the exit of a process by an exception."""

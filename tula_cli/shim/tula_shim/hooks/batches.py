@@ -1,4 +1,4 @@
-"""What the data loaders of the script deliver: samples, batches, and how long it waited for them."""
+"""Samples and batches that the script's data loaders deliver, and how long it waited for them."""
 
 from __future__ import annotations
 

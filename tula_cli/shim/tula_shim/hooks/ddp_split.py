@@ -1,4 +1,4 @@
-"""What DistributedDataParallel costs, in steps of their own after the timed ones: synchronisation, norms, local work.
+"""The cost of DistributedDataParallel, measured in separate steps after the timed ones: synchronisation, norms, local work.
 
 Nothing hangs on the script's modules before: the timed steps run as they would without tula.
 """

@@ -261,9 +261,9 @@ def _check_site(screen: Screen, file: Path | None, *, run_setup: bool) -> None:
     from tula_cli.services.site_check import check_site
     from tula_cli.show.check import render_site_check
 
-    found = check_site(file, run_setup=run_setup)
-    screen.answer(found, render_site_check(found))
-    found.require_sound()
+    site_check = check_site(file, run_setup=run_setup)
+    screen.answer(site_check, render_site_check(site_check))
+    site_check.require_sound()
 
 
 def _check_on_cluster(

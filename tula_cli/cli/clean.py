@@ -43,24 +43,26 @@ def clean(
     from tula_cli.services import clean as service
 
     long = None if older is None else age(older, "--older")
-    found = service.measure_runs(_runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long)
-    if named and (left := next((one for one in found if one.kept), None)):
+    run_spaces = service.measure_runs(
+        _runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long
+    )
+    if named and (left := next((run_space for run_space in run_spaces if run_space.kept), None)):
         told = f"{left.id}: {left.kept}; nothing was freed"
         raise Pending(told, "tula cancel ends its jobs; or leave it out") if left.lives else BadMeasurements(told)
-    if dry_run or not any(one.holdings for one in found):
+    if dry_run or not any(run_space.holdings for run_space in run_spaces):
         shown = (
-            show_clean.render_spaces(found, width=screen.width)
-            if found
+            show_clean.render_spaces(run_spaces, width=screen.width)
+            if run_spaces
             else [f"no run {'is that old' if older else 'is here'}"]
         )
-        return screen.answer(show_clean.clean_data(found, None), shown)
-    screen.aside(show_clean.render_spaces(found, width=screen.width))
+        return screen.answer(show_clean.clean_data(run_spaces, None), shown)
+    screen.aside(show_clean.render_spaces(run_spaces, width=screen.width))
     if not _confirmed(screen, yes=yes):
-        return screen.answer(show_clean.clean_data(found, None), ["nothing was freed"])
-    done = service.free_space(found)
+        return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was freed"])
+    done = service.free_space(run_spaces)
     for problem in done.problems:
         screen.warn(f"not all was freed of {problem}")
-    return screen.answer(show_clean.clean_data(found, done), show_clean.describe_cleaned(done))
+    return screen.answer(show_clean.clean_data(run_spaces, done), show_clean.describe_cleaned(done))
 
 
 def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":

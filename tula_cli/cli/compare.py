@@ -106,9 +106,9 @@ def _show(
     _answer(screen, part, comparison, session.comparison_result(part, comparison, looks), html=html)
 
 
-def _dry_run(screen: Screen, prepared: "PreparedComparison", own: "Dependencies") -> None:
+def _dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Dependencies") -> None:
     plan, part = prepared.plan, prepared.part
-    launcher = own.launcher_for(part.spec)
+    launcher = dependencies.launcher_for(part.spec)
     scripts = [launcher.script(part.run, plan.first.task)] if plan.first is not None else []
     data = {
         "comparison": plan.comparison,
@@ -141,11 +141,11 @@ def _check_page(html: Path | None) -> None:
 
 
 def _answer(
-    screen: Screen, part: "Part", comparison: "Comparison", found: "ComparisonResult", *, html: Path | None
+    screen: Screen, part: "Part", comparison: "Comparison", comparison_result: "ComparisonResult", *, html: Path | None
 ) -> None:
     """Answer with the table, and write the page."""
-    report = found.report
-    screen.status = "done" if report.complete else "pending" if found.active else "partial"
+    report = comparison_result.report
+    screen.status = "done" if report.complete else "pending" if comparison_result.active else "partial"
     screen.answer(report, show_compare.render_comparison(report, width=screen.width, color=screen.colored))
     warn_all(screen, report.warnings)
     if html is not None:

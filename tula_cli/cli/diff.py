@@ -26,6 +26,6 @@ def diff(
 
     before, after = find_run(screen, a, root), find_run(screen, b, root)
     screen.run_id = before.id
-    found = compare_runs(before, after)
-    screen.answer(found, render_difference(found))
-    warn_all(screen, found.warnings)
+    run_difference = compare_runs(before, after)
+    screen.answer(run_difference, render_difference(run_difference))
+    warn_all(screen, run_difference.warnings)

@@ -58,10 +58,10 @@ def report(
     _check_places(html, svg, csv)
     run = find_run(screen, target or named, root)
     looks = functools.partial(launcher.launcher_for, submits=False)
-    seen = gather_material(run, run.spec(), looks, now=time.time())
-    for one in seen.parts:
-        warn_all(screen, one.now.warnings)
-    document = service.build_document(seen)
+    material = gather_material(run, run.spec(), looks, now=time.time())
+    for part in material.parts:
+        warn_all(screen, part.now.warnings)
+    document = service.build_document(material)
     text = _text(document, to_stdout)
     written = _write(document, html, svg, csv)
     if text is None:

@@ -166,12 +166,12 @@ def unedited(
     return confirm
 
 
-def _edited(screen: Screen, run: "RunDir", found: "ConfigDrift") -> SpecError:
-    name, run_path = words.near(Path(found.file.path)), shlex.quote(words.near(run.path))
-    what = "cannot be used" if found.problem else f"says otherwise ({', '.join(found.changes)})"
+def _edited(screen: Screen, run: "RunDir", config_drift: "ConfigDrift") -> SpecError:
+    name, run_path = words.near(Path(config_drift.file.path)), shlex.quote(words.near(run.path))
+    what = "cannot be used" if config_drift.problem else f"says otherwise ({', '.join(config_drift.changes)})"
     return SpecError(
         f"{name} {what}, and nothing tells which settings to train with; nothing was started",
-        f"the file's: {check.describe_file_use(found, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
+        f"the file's: {check.describe_file_use(config_drift, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
     )
 
 

@@ -58,8 +58,11 @@ def list_(screen: Screen, root: Root = RUNS) -> None:
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
     if told := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(told)
-    found = listing.list_runs(root.absolute())
-    screen.answer(found, show_status.runs(found, width=screen.width) if found else [f"no run under {root}"])
+    run_summaries = listing.list_runs(root.absolute())
+    screen.answer(
+        run_summaries,
+        show_status.runs(run_summaries, width=screen.width) if run_summaries else [f"no run under {root}"],
+    )
 
 
 def logs(

@@ -75,19 +75,19 @@ def train(
     return _trained(screen, training, found)
 
 
-def _trained(screen: Screen, training: "PreparedTraining", found: "Summary") -> None:
+def _trained(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
     from tula_cli.services.progress.site_charge import site_charge_of
 
     run = training.part.run
-    weights, charge = run.training(found.signature).weights(), site_charge_of(run, found.signature)
-    data = {**dict(found), "weights": weights, "site_charge": charge}
-    return screen.answer(data, show_train.summary(found, weights=weights, charge=charge))
+    weights, charge = run.training(summary.signature).weights(), site_charge_of(run, summary.signature)
+    data = {**dict(summary), "weights": weights, "site_charge": charge}
+    return screen.answer(data, show_train.summary(summary, weights=weights, charge=charge))
 
 
-def _dry_run(screen: Screen, training: "PreparedTraining", own: "Dependencies") -> None:
+def _dry_run(screen: Screen, training: "PreparedTraining", dependencies: "Dependencies") -> None:
     from tula_cli.cluster.chains import nodes_of_links
 
     plan: TrainPlan = training.plan
-    scripts = [own.launcher_for(training.part.spec).script(training.part.run, plan.task)]
+    scripts = [dependencies.launcher_for(training.part.spec).script(training.part.run, plan.task)]
     shown = show_train.train_plan(plan, links=nodes_of_links(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

@@ -120,11 +120,11 @@ def warn_all(screen: Screen, warnings: Sequence[str]) -> None:
         screen.warn(text)
 
 
-def detached(screen: Screen, run: "RunDir", found: "DetachedJobs", data: dict[str, Any]) -> None:
+def detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data: dict[str, Any]) -> None:
     """Answer for jobs that nobody waits for."""
     screen.status = "pending"
-    started = [job for job in found.jobs if job not in found.under_way]
+    started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
     told = [f"started {', '.join(started)}"] if started else []
-    told += [f"under way already: {', '.join(found.under_way)}"] if found.under_way else []
+    told += [f"under way already: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
     line = f"{'; '.join(told)}; tula status --run {words.near(run.path)} shows how far they are"
-    screen.answer({"jobs": list(found.jobs), **data}, [line])
+    screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

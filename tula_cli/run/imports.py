@@ -50,8 +50,8 @@ def file_digest(name: str) -> str:
     try:
         if not is_regular(path):
             raise SpecError(f"model.weights: {name} is no regular file", "name a file, or a folder of shares")
-        found = path.stat()
-        return _digest_of_content(path, (found.st_size, found.st_mtime_ns))
+        seed_statistics = path.stat()
+        return _digest_of_content(path, (seed_statistics.st_size, seed_statistics.st_mtime_ns))
     except OSError as error:
         raise SpecError(
             f"model.weights: cannot read {name}: {error.strerror}", f"it is looked for in {Path.cwd()}"

@@ -45,8 +45,8 @@ def require_run(path: Path) -> None:
     """
     readable = os.R_OK | os.X_OK
     try:
-        found = path.stat()
-        is_run = stat.S_ISDIR(found.st_mode) and stat.S_ISREG((path / _RUN).stat().st_mode)
+        seed_statistics = path.stat()
+        is_run = stat.S_ISDIR(seed_statistics.st_mode) and stat.S_ISREG((path / _RUN).stat().st_mode)
         refused = is_run and not all(
             _has_access(place, how) for place, how in ((path, readable), (path / _RUN, os.R_OK))
         )

@@ -86,6 +86,6 @@ def describe_upgrade(job: Job | None, ran_with: str) -> str:
 
 def list_upgrades(look: Snapshot) -> tuple[str, ...]:
     """Return the same of each job of a run, by its newest attempt."""
-    newest: dict[str, Attempt] = {job.id: found[-1] for job in look.jobs if (found := look.attempts_of(job.id))}
+    newest: dict[str, Attempt] = {job.id: attempts[-1] for job in look.jobs if (attempts := look.attempts_of(job.id))}
     told = (describe_upgrade(job, newest[job.id].tula) for job in look.jobs if job.id in newest)
     return tuple(filter(None, told))

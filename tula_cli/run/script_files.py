@@ -94,8 +94,8 @@ def find_program(words: Sequence[str], workdir: Path, *, path: Sequence[str] | N
     for position, role in _word_roles(words):
         word = words[position]
         if role is _Role.MODULE:
-            if found := _find_module(word, home, sys.path[1:] if path is None else path):
-                return found
+            if program := _find_module(word, home, sys.path[1:] if path is None else path):
+                return program
             # What the options of an installed program name need not be there yet.
             lenient = lenient or word.partition(".")[0] not in _LAUNCHERS
         elif role is _Role.INLINE or (role is _Role.RUN and _is_unknown(word, home)):
@@ -198,13 +198,13 @@ def command_in_snapshot(words: Sequence[str], workdir: Path, code: Path | None) 
     Raises:
         JobFailed: the snapshot is gone, or is of another command.
     """
-    found = _snapshot_record(code)
-    if code is None or found is None or not found.program:
+    code_snapshot = _snapshot_record(code)
+    if code is None or code_snapshot is None or not code_snapshot.program:
         return list(words)
-    original = Path(found.base) / found.program
+    original = Path(code_snapshot.base) / code_snapshot.program
     for position, word in enumerate(words):
         if word and (workdir / word).resolve() == original:
-            return [*words[:position], str(code / found.program), *words[position + 1 :]]
+            return [*words[:position], str(code / code_snapshot.program), *words[position + 1 :]]
     raise JobFailed(f"{original}, which was submitted, is not in the command: {shlex.join(words)}", "submit again")
 
 
@@ -220,19 +220,21 @@ def snapshot_python_path(code: Path | None) -> list[str]:
     Raises:
         JobFailed: the snapshot is gone.
     """
-    found = _snapshot_record(code)
-    return [] if code is None or found is None else [os.path.normpath(code / root) for root in found.roots]
+    code_snapshot = _snapshot_record(code)
+    return (
+        [] if code is None or code_snapshot is None else [os.path.normpath(code / root) for root in code_snapshot.roots]
+    )
 
 
 def _snapshot_record(code: Path | None) -> CodeSnapshot | None:
     if code is None:
         return None
-    found = RunDir(code.parent.parent).code(code.name)
-    if found is None or not code.is_dir():
+    code_snapshot = RunDir(code.parent.parent).code(code.name)
+    if code_snapshot is None or not code.is_dir():
         raise JobFailed(
             f"the snapshot of the code that was submitted is gone: {code}", "submit again: tula profile or tula train"
         )
-    return found
+    return code_snapshot
 
 
 # --- What it imports and reads
@@ -306,16 +308,16 @@ def script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
     if script.code == "none":
         return (f"script.code is none: no code is copied, and {by_then}",)
     words = split_command(script.command)
-    found = find_program(words, workdir)
-    if found is None:
+    program = find_program(words, workdir)
+    if program is None:
         return (
             ()
             if module_names(words)
             else (f"script.command names no file of your own: no code is copied, and {by_then}",)
         )
-    if found.file.suffix in SHELL_SUFFIXES:
+    if program.file.suffix in SHELL_SUFFIXES:
         return (
-            f"{found.file.name} itself is copied, but files that it names are looked for in {workdir}: a change to them reaches"
+            f"{program.file.name} itself is copied, but files that it names are looked for in {workdir}: a change to them reaches"
             " jobs submitted before",
         )
     return ()
@@ -324,18 +326,18 @@ def script_warnings(script: Script, workdir: Path) -> tuple[str, ...]:
 # --- which files there are
 
 
-def _list_files(found: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
+def _list_files(program: Program, home: Path, path: Sequence[str]) -> tuple[Path, dict[Path, bool], list[Path]]:
     """Return the folder that a snapshot mirrors, the files under it, whether git tracks each, and folders not looked into."""
     left_out: list[Path] = []
-    known = code_selection.tracked_files(found.file.parent)
-    if known is not None and found.file in known[1] and found.root.is_relative_to(known[0]):
+    known = code_selection.tracked_files(program.file.parent)
+    if known is not None and program.file in known[1] and program.root.is_relative_to(known[0]):
         base, listed = known
     else:
-        base = home if found.file.is_relative_to(home) else found.root
-        files, left_out = _walk_folder(found.root)
+        base = home if program.file.is_relative_to(home) else program.root
+        files, left_out = _walk_folder(program.root)
         listed = dict.fromkeys(files, False)
-    roots = [found.root, *(root for root in import_roots(home, path) if root.is_relative_to(base))]
-    return base, {**dict.fromkeys(follow_imports([found.file], base, roots), False), **listed}, left_out
+    roots = [program.root, *(root for root in import_roots(home, path) if root.is_relative_to(base))]
+    return base, {**dict.fromkeys(follow_imports([program.file], base, roots), False), **listed}, left_out
 
 
 def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
@@ -364,32 +366,32 @@ def _walk_folder(start: Path) -> tuple[list[Path], list[Path]]:
 # --- which of them are copied
 
 
-def _own_files(found: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
+def _own_files(program: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
     """Return those files that are there, and neither hidden nor installed nor of a run."""
     foreign = cache(is_foreign)
     return [
         file
         for file in listed
-        if file == found.file
+        if file == program.file
         or (
             file.is_file()
             and not file.name.startswith(".")
-            and not any(map(foreign, _files_between(file, base, found)))
+            and not any(map(foreign, _files_between(file, base, program)))
         )
     ]
 
 
-def _files_between(file: Path, base: Path, found: Program) -> Iterator[Path]:
+def _files_between(file: Path, base: Path, program: Program) -> Iterator[Path]:
     """Yield the folders from a file up to `base`, without those that hold the command's file too."""
-    return (folder for folder in file.parents if folder.is_relative_to(base) and folder not in found.file.parents)
+    return (folder for folder in file.parents if folder.is_relative_to(base) and folder not in program.file.parents)
 
 
-def _bounded_files(found: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
+def _bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
     """Return what is copied and what is beyond the bounds; what is nearest to the command's file comes first."""
-    copied, left_out, total = [found.file], [], found.file.stat().st_size
-    for file in sorted(listed.keys() - {found.file}, key=lambda file: (_distance(found.file, file), file)):
+    copied, left_out, total = [program.file], [], program.file.stat().st_size
+    for file in sorted(listed.keys() - {program.file}, key=lambda file: (_distance(program.file, file), file)):
         if not listed[file] and (
-            OUTPUT_FOLDERS & {folder.name for folder in _files_between(file, base, found)} or not _is_text(file)
+            OUTPUT_FOLDERS & {folder.name for folder in _files_between(file, base, program)} or not _is_text(file)
         ):
             continue
         size = file.stat().st_size
@@ -444,7 +446,7 @@ def _is_job(file: Path) -> bool:
 
 
 def _source_roots(
-    found: Program, home: Path, path: Sequence[str], base: Path, copied: Sequence[Path]
+    program: Program, home: Path, path: Sequence[str], base: Path, copied: Sequence[Path]
 ) -> tuple[Path, ...]:
     """Return the folders of the copied files that python imports from in the job, the command's own first.
 
@@ -452,7 +454,7 @@ def _source_roots(
     """
     given = {(home / entry).resolve() for entry in path}
     asked = [root for root in import_roots(home, path) if root != home or root in given]
-    first = [] if found.file.suffix in SHELL_SUFFIXES else [found.root]
+    first = [] if program.file.suffix in SHELL_SUFFIXES else [program.root]
     roots = dict.fromkeys([*first, *asked, *_editable_installs(copied)])
     return tuple(
         root for root in roots if root.is_relative_to(base) and any(file.is_relative_to(root) for file in copied)

@@ -76,20 +76,22 @@ def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
     return min((measure_shortage(folder, quota=quota) for folder in folders), key=lambda found: found.free)
 
 
-def describe_shortage(found: Shortage) -> str:
+def describe_shortage(shortage: Shortage) -> str:
     """Return the folder and what is missing there."""
-    if found.files_free == 0:
-        return f"no more files can be made on the file system of {found.folder}"
-    takes = "" if found.needed is None else f", {words.amount(found.needed)} are needed"
-    if found.quota:
-        return f"the quota is used up where {found.folder} is{takes}"
-    missing = f", so {words.amount(found.missing)} are missing" if found.missing else ""
-    return f"{words.amount(found.free)} of {words.amount(found.total)} are free where {found.folder} is{takes}{missing}"
+    if shortage.files_free == 0:
+        return f"no more files can be made on the file system of {shortage.folder}"
+    takes = "" if shortage.needed is None else f", {words.amount(shortage.needed)} are needed"
+    if shortage.quota:
+        return f"the quota is used up where {shortage.folder} is{takes}"
+    missing = f", so {words.amount(shortage.missing)} are missing" if shortage.missing else ""
+    return f"{words.amount(shortage.free)} of {words.amount(shortage.total)} are free where {shortage.folder} is{takes}{missing}"
 
 
-def remaining_shortage(found: Shortage) -> Shortage | None:
+def remaining_shortage(shortage: Shortage) -> Shortage | None:
     """Return what is missing now where the disk was full before; None where there is room again."""
-    folder = Path(found.folder)
+    folder = Path(shortage.folder)
     place = next((one for one in (folder, *folder.parents) if one.is_dir()), folder)
-    needed = max(found.needed or 0, 0) + 2**16
-    return measure_shortage(folder, needed=found.needed, quota=found.quota) if missing_bytes(place, needed) else None
+    needed = max(shortage.needed or 0, 0) + 2**16
+    return (
+        measure_shortage(folder, needed=shortage.needed, quota=shortage.quota) if missing_bytes(place, needed) else None
+    )

@@ -134,8 +134,8 @@ class TrainingRun:
     def evaluation(self, key: str) -> Evaluated | None:
         return self._read(self._evaluation_path(key), _EVALUATED)
 
-    def write_evaluation(self, found: Evaluated) -> None:
-        write_record(self._evaluation_path(found.key), found)
+    def write_evaluation(self, evaluated: Evaluated) -> None:
+        write_record(self._evaluation_path(evaluated.key), evaluated)
 
     def drop_evaluation(self, key: str) -> None:
         self._evaluation_path(key).unlink(missing_ok=True)
@@ -304,12 +304,12 @@ class TrainingRun:
     def _version(self) -> tuple[int, int] | None:
         """Return when metrics.jsonl was changed (ns) and its size; None where there is none."""
         try:
-            found = self.metrics_path.stat()
+            seed_statistics = self.metrics_path.stat()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise read_error(self.metrics_path, error) from error
-        return found.st_mtime_ns, found.st_size
+        return seed_statistics.st_mtime_ns, seed_statistics.st_size
 
 
 @functools.lru_cache(maxsize=8)

@@ -75,17 +75,17 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
         yield f"price: {report.price}"
 
 
-def describe_expectation(found: "Expectation", *, local: bool) -> str:
+def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
     """Return in words what the probes are expected to take."""
-    time = f"{duration(3600 * found.hours)} one job after the other, " if local else ""
-    return f"expected {time}{number(found.node_hours)} node-h {found.basis}"
+    time = f"{duration(3600 * expectation.hours)} one job after the other, " if local else ""
+    return f"expected {time}{number(expectation.node_hours)} node-h {expectation.basis}"
 
 
-def describe_search_cost(found: "SearchCost") -> str:
+def describe_search_cost(search_cost: "SearchCost") -> str:
     """Return in words what each strategy takes beside the training."""
-    shares = ", ".join(f"{name} {_format_share(share)}" for name, share in found.shares.items())
+    shares = ", ".join(f"{name} {_format_share(share)}" for name, share in search_cost.shares.items())
     return (
-        f"of the node-hours of the training (batch {found.batch} on {plural(found.nodes)}: {number(found.node_hours)}) the search"
+        f"of the node-hours of the training (batch {search_cost.batch} on {plural(search_cost.nodes)}: {number(search_cost.node_hours)}) the search"
         f" takes: {shares}"
     )
 
@@ -105,40 +105,44 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
         yield ""
         yield _lengths_table(report.lengths)
         yield ""
-        others = [len(one.batches) for one in report.lengths if one.batches and not one.own]
+        others = [len(length.batches) for length in report.lengths if length.batches and not length.own]
         yield f"{plural(sum(others), 'probe')} in {plural(len(others), 'job')} more, of the other lengths"
 
 
-def _lengths_table(found: "Sequence[PlannedLength]") -> "Table":
+def _lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
     """One row a length of text: what is measured, and what memory holds as it is estimated."""
-    byte, unit = size_unit(max((max(one.memory, default=0) for one in found), default=None))
+    byte, unit = size_unit(max((max(one.memory, default=0) for one in planned_lengths), default=None))
     columns = [
-        f"length\non {plural(found[0].nodes)}",
+        f"length\non {plural(planned_lengths[0].nodes)}",
         "global batches",
         "largest\nbatch in\nmemory",
         f"memory there\n({unit}/GPU)",
     ]
     made = table(columns, left=(1, 3))
-    for one in found:
+    for one in planned_lengths:
         memory = " ".join(size(value, byte) for value in one.memory) or "-"
         largest = "-" if one.largest_batch is None else str(one.largest_batch)
         made.add_row(f"{one.length}{' (own)' if one.own else ''}", listed(one.batches) or "-", largest, memory)
     return made
 
 
-def render_inspection(found: "Inspection") -> Iterator["RenderableType"]:
+def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
     """Model, data and hardware, a line each."""
-    shape = f", each {found.sample}" if found.sample else f", of shape {'x'.join(map(str, found.sample_shape))}"
-    classes = "" if found.classes is None else f", {found.classes} classes"
-    capacity = "memory not known" if found.capacity is None else f"{amount(found.capacity)} for each rank"
-    if found.script:
-        yield f"script: {found.script}"
-        yield f"data: at most {found.dataset_size} samples in a batch"
+    shape = (
+        f", each {inspection.sample}"
+        if inspection.sample
+        else f", of shape {'x'.join(map(str, inspection.sample_shape))}"
+    )
+    classes = "" if inspection.classes is None else f", {inspection.classes} classes"
+    capacity = "memory not known" if inspection.capacity is None else f"{amount(inspection.capacity)} for each rank"
+    if inspection.script:
+        yield f"script: {inspection.script}"
+        yield f"data: at most {inspection.dataset_size} samples in a batch"
     else:
-        yield f"model: {found.parameters} parameters"
-        yield from found.notes
-        yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate{shape}{classes}"
-    yield f"hardware: {found.hardware or plural(found.gpus, 'GPU')} ({found.device}), {capacity}"
+        yield f"model: {inspection.parameters} parameters"
+        yield from inspection.notes
+        yield f"data: {inspection.dataset_size} samples to train on, {inspection.eval_size} to evaluate{shape}{classes}"
+    yield f"hardware: {inspection.hardware or plural(inspection.gpus, 'GPU')} ({inspection.device}), {capacity}"
 
 
 def render_hooks(path: Path) -> Iterator["RenderableType"]:
@@ -208,9 +212,9 @@ def describe_check_state(task: "CheckTask", state: "SchedulerState") -> str:
     return f"{task.job} on {plural(task.nodes)}: {state.state}{reason}{starts}"
 
 
-def render_cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
+def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableType"]:
     """A row a node for what it has and one for how it is reached, then the network."""
-    report = found.report
+    report = cluster_check.report
     names = _node_names(report)
     made = table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
@@ -275,15 +279,20 @@ _RESUMES = {
 }
 
 
-def resume_test_data(found: "ResumeFinding") -> dict[str, Any]:
+def resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
     """Return what a rehearsal found, for the envelope."""
-    return {"rehearsal": found.rehearsal, "resumes": found.resumes, "setting": found.setting, "kept": found.kept}
+    return {
+        "rehearsal": resume_finding.rehearsal,
+        "resumes": resume_finding.resumes,
+        "setting": resume_finding.setting,
+        "kept": resume_finding.kept,
+    }
 
 
-def render_resume_test(found: "ResumeFinding") -> Iterator["RenderableType"]:
+def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableType"]:
     """A row a start of the script, and what follows from all of them."""
     made = table(("start", "batch", "steps", "samples", "left\nbefore", "first\nlr", "seconds", "ended"), left=(0, 7))
-    rows = found.rehearsal.starts
+    rows = resume_finding.rehearsal.starts
     saved = next((row.saved_samples for row in reversed(rows) if row.saved_samples is not None), 0)
     for row in rows:
         left = None if row.whole is None else row.whole - (saved if row.phase != "begin" else 0)
@@ -293,23 +302,25 @@ def render_resume_test(found: "ResumeFinding") -> Iterator["RenderableType"]:
         )  # fmt: skip
     yield made
     yield ""
-    yield from found.rehearsal.told
-    verdict = found.rehearsal.verdict
+    yield from resume_finding.rehearsal.told
+    verdict = resume_finding.rehearsal.verdict
     yield _RESUMES[verdict] if verdict is not None else "with which batch it goes on was not found out"
-    yield f"script.resume.batch: {found.setting}" + f", which is now {found.resumes}" * (found.setting == "rehearse")
+    yield f"script.resume.batch: {resume_finding.setting}" + f", which is now {resume_finding.resumes}" * (
+        resume_finding.setting == "rehearse"
+    )
 
 
-def describe_config_drift(found: "ConfigDrift", command: str) -> str:
+def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
-    name, more = near(Path(found.file.path)), len(found.changes) - _MAX_CHANGES_SHOWN
-    if found.problem:
-        return f"{name} cannot be used any more, so these are the run's own settings: {found.problem}"
+    name, more = near(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
+    if config_drift.problem:
+        return f"{name} cannot be used any more, so these are the run's own settings: {config_drift.problem}"
     told = [
         f"{key} {_shorten(now)} (here {_shorten(then)})"
-        for key, (then, now) in list(found.changes.items())[:_MAX_CHANGES_SHOWN]
+        for key, (then, now) in list(config_drift.changes.items())[:_MAX_CHANGES_SHOWN]
     ]
     words = ", ".join(told) + (f" and {more} more" if more > 0 else "")
-    return f"{name} says otherwise by now: {words}; {describe_file_use(found, command)} takes what it says"
+    return f"{name} says otherwise by now: {words}; {describe_file_use(config_drift, command)} takes what it says"
 
 
 def _shorten(value: Any) -> str:
@@ -317,10 +328,10 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def describe_file_use(found: "ConfigDrift", command: str) -> str:
+def describe_file_use(config_drift: "ConfigDrift", command: str) -> str:
     """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
-    words = ["tula", "profile" if found.elsewhere else command, near(Path(found.file.path))]
-    return shlex.join([*words, *(word for override in found.file.overrides for word in ("--set", override))])
+    words = ["tula", "profile" if config_drift.elsewhere else command, near(Path(config_drift.file.path))]
+    return shlex.join([*words, *(word for override in config_drift.file.overrides for word in ("--set", override))])
 
 
 # --- Memory
@@ -400,9 +411,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _WIDEST = max(map(len, _STYLES))
 
 
-def render_site_check(found: "SiteCheck") -> Iterator["RenderableType"]:
+def render_site_check(site_check: "SiteCheck") -> Iterator["RenderableType"]:
     """A line for each finding: whether it is right, what it is about, what is so, and what to do."""
-    for one in found.findings:
-        advice = f" ({one.advice})" if one.advice else ""
-        line = f"{one.verdict.ljust(_WIDEST)}  {one.about}: {one.message}{advice}"
-        yield styled(line, _STYLES[one.verdict], until=len(one.verdict))
+    for finding in site_check.findings:
+        advice = f" ({finding.advice})" if finding.advice else ""
+        line = f"{finding.verdict.ljust(_WIDEST)}  {finding.about}: {finding.message}{advice}"
+        yield styled(line, _STYLES[finding.verdict], until=len(finding.verdict))

@@ -20,37 +20,37 @@ KIND_DESCRIPTIONS = {
 }
 
 
-def render_spaces(found: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
+def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
     """A row a run and kind of what may go, and what follows from it."""
-    rows = [row for one in found for row in _space_rows(one)]
+    rows = [row for one in run_spaces for row in _space_rows(one)]
     yield from long_table(
         ("run", "last written", "holds", "may go", "number", "size"), rows, left=(0, 1, 3), width=width
     )
     yield ""
-    yield from (f"{one.id} is left as it is: {one.kept}" for one in found if one.kept)
-    for one in found:
+    yield from (f"{one.id} is left as it is: {one.kept}" for one in run_spaces if one.kept)
+    for one in run_spaces:
         if one.final:
             yield (
                 f"{one.id}: {_describe_trainings(one.final)} cannot be resumed afterwards; the best weights stay and can be evaluated"
             )
         if one.compared:
             yield f"{one.id}: {_describe_trainings(one.compared)} can neither be resumed nor evaluated afterwards; results stay"
-    freed, held = sum(one.size for one in found), sum(one.held for one in found)
-    yield f"{amount(freed)} of {amount(held)} in {plural(len(found), 'run')} may go; results and metrics stay"
+    freed, held = sum(one.size for one in run_spaces), sum(one.held for one in run_spaces)
+    yield f"{amount(freed)} of {amount(held)} in {plural(len(run_spaces), 'run')} may go; results and metrics stay"
 
 
 def _describe_trainings(signatures: Sequence[str]) -> str:
     return f"{'training' if len(signatures) == 1 else 'trainings'} {', '.join(signatures)}"
 
 
-def _space_rows(one: "RunSpace") -> list[list[str]]:
-    first = [one.id, moment(one.changed), amount(one.held)]
-    kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in one.holdings)]
+def _space_rows(run_space: "RunSpace") -> list[list[str]]:
+    first = [run_space.id, moment(run_space.changed), amount(run_space.held)]
+    kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
     if not kinds:
         return [[*first, "-", "-", "-"]]
     rows = []
     for kind in kinds:
-        sizes = [holding.size for holding in one.holdings if holding.kind == kind]
+        sizes = [holding.size for holding in run_space.holdings if holding.kind == kind]
         rows.append([*first, KIND_DESCRIPTIONS[kind], str(len(sizes)), amount(sum(sizes))])
         first = ["", "", ""]
     return rows
@@ -62,10 +62,10 @@ def describe_cleaned(done: "CleanResult") -> Iterator[str]:
     yield from (f"not all of {problem}" for problem in done.problems)
 
 
-def clean_data(found: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
+def clean_data(run_spaces: "Sequence[RunSpace]", done: "CleanResult | None") -> dict[str, Any]:
     """The same for --json; `freed` is None where nothing was touched. Bytes."""
     return {
-        "runs": [{**vars(one), "size": one.size} for one in found],
-        "size": sum(one.size for one in found),
+        "runs": [{**vars(run_space), "size": run_space.size} for run_space in run_spaces],
+        "size": sum(run_space.size for run_space in run_spaces),
         "freed": done,
     }

@@ -74,29 +74,29 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
     yield f"price: {plan.price}"
 
 
-def render_comparison(found: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
+def render_comparison(compare_report: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
     """Table I for the user's own job, and accuracy (or loss) against the batch."""
-    if found.first_round and found.epochs is not None:
-        yield f"round 1: {found.epochs[0]} of {found.epochs[1]} epochs, one seed; not to be compared with full trainings"
-        yield comparison_table(found, found.first_round)
+    if compare_report.first_round and compare_report.epochs is not None:
+        yield f"round 1: {compare_report.epochs[0]} of {compare_report.epochs[1]} epochs, one seed; not to be compared with full trainings"
+        yield comparison_table(compare_report, compare_report.first_round)
         yield ""
-        yield f"round 2: all {found.epochs[1]} epochs"
-    yield comparison_table(found, found.rows)
+        yield f"round 2: all {compare_report.epochs[1]} epochs"
+    yield comparison_table(compare_report, compare_report.rows)
     yield ""
-    if any(row.seeds for row in found.rows):
-        yield found.answer
-    at_most = "at most " if found.undecided else ""
-    yield f"{found.finished} of {at_most}{plural(found.total, 'training')} done" + (
+    if any(row.seeds for row in compare_report.rows):
+        yield compare_report.answer
+    at_most = "at most " if compare_report.undecided else ""
+    yield f"{compare_report.finished} of {at_most}{plural(compare_report.total, 'training')} done" + (
         ""
-        if found.complete or found.hours_left is None
-        else f", about {duration(3600 * found.hours_left)} one after the other left"
+        if compare_report.complete or compare_report.hours_left is None
+        else f", about {duration(3600 * compare_report.hours_left)} one after the other left"
     )
     yield (
-        f"mean ± standard deviation over n seeds, {describe_moment(found)}; gap: {describe_lost_rows(found)} against lbt at batch"
-        f" {found.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - where that"
+        f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_lost_rows(compare_report)} against lbt at batch"
+        f" {compare_report.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - where that"
         " is within the noise or not known (one seed, no lbt)"
     )
-    drawn = comparison_plot(found, width=width, color=color)
+    drawn = comparison_plot(compare_report, width=width, color=color)
     if drawn:
         from rich.text import Text
 
@@ -104,55 +104,55 @@ def render_comparison(found: "CompareReport", *, width: int, color: bool) -> Ite
         yield Text.from_ansi(drawn)
 
 
-def column_headings(found: "CompareReport") -> tuple[str, ...]:
+def column_headings(compare_report: "CompareReport") -> tuple[str, ...]:
     """Return the heads of the metrics' columns: a script's have its own names, and no unit."""
-    if found.of_script:
-        return tuple(metric.replace("best_", "best ", 1) for metric in found.columns)
-    return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in found.columns)
+    if compare_report.of_script:
+        return tuple(metric.replace("best_", "best ", 1) for metric in compare_report.columns)
+    return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in compare_report.columns)
 
 
-def describe_moment(found: "CompareReport") -> str:
+def describe_moment(compare_report: "CompareReport") -> str:
     """Return when the metrics are of."""
-    return "the last and the best that was told" if found.of_script else "after the last epoch"
+    return "the last and the best that was told" if compare_report.of_script else "after the last epoch"
 
 
-def describe_lost_rows(found: "CompareReport") -> str:
+def describe_lost_rows(compare_report: "CompareReport") -> str:
     """Return what a gap above 0 is."""
-    if not found.of_script:
-        return "top-1 lost" if found.metric == "top1" else "loss added"
-    return f"{found.metric} added" if found.less_is_better else f"{found.metric} lost"
+    if not compare_report.of_script:
+        return "top-1 lost" if compare_report.metric == "top1" else "loss added"
+    return f"{compare_report.metric} added" if compare_report.less_is_better else f"{compare_report.metric} lost"
 
 
-def metric_digits(found: "CompareReport", metric: str) -> int:
+def metric_digits(compare_report: "CompareReport", metric: str) -> int:
     """Return the decimals that a metric is told with: of a script's own, whose unit nobody knows, four digits in all."""
-    if not found.of_script:
+    if not compare_report.of_script:
         return 4 if metric == "loss" else 2
-    largest = max((abs(stat.mean) for row in found.rows if (stat := row.stat(metric))), default=0.0)
+    largest = max((abs(stat.mean) for row in compare_report.rows if (stat := row.stat(metric))), default=0.0)
     return max(0, 3 - math.floor(math.log10(largest))) if largest else 2
 
 
-def time_column(found: "CompareReport") -> tuple[float, str]:
+def time_column(compare_report: "CompareReport") -> tuple[float, str]:
     """Return the seconds of the unit that a training's time is told in, and its name."""
-    return time_unit(3600 * max((row.hours or 0.0 for row in found.rows), default=0.0))
+    return time_unit(3600 * max((row.hours or 0.0 for row in compare_report.rows), default=0.0))
 
 
-def comparison_table(found: "CompareReport", rows: "Sequence[ComparisonRow]") -> "Table":
+def comparison_table(compare_report: "CompareReport", rows: "Sequence[ComparisonRow]") -> "Table":
     """One row a method at a batch."""
-    divisor, unit = time_column(found)
+    divisor, unit = time_column(compare_report)
     shown = [row for row in rows if row.cells]
     made = table(
         (
             "batch",
             "method",
             "n",
-            *column_headings(found),
+            *column_headings(compare_report),
             "gap",
             "recovered\n(%)",
             "samples",
             f"time\n({unit})",
             "note",
         ),
-        left=(1, 6 + len(found.columns) + 1),
+        left=(1, 6 + len(compare_report.columns) + 1),
     )
     batch = None
     for row in shown:
@@ -160,8 +160,11 @@ def comparison_table(found: "CompareReport", rows: "Sequence[ComparisonRow]") ->
             str(row.batch) if row.batch != batch else "",
             method_label(row.method, reference=row.reference),
             str(row.seeds),
-            *(format_spread(row.stat(metric), metric_digits(found, metric)) for metric in found.columns),
-            "-" if row.gap is None else f"{row.gap:.{metric_digits(found, found.metric)}f}",
+            *(
+                format_spread(row.stat(metric), metric_digits(compare_report, metric))
+                for metric in compare_report.columns
+            ),
+            "-" if row.gap is None else f"{row.gap:.{metric_digits(compare_report, compare_report.metric)}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else number(3600 * row.hours / divisor),

@@ -35,35 +35,38 @@ _WIDEST = 48  # characters of a value in a table
 _MAX_FILES_SHOWN = 20
 
 
-def render_difference(found: "RunDifference") -> Iterator["RenderableType"]:
+def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:
     """The answer in a line or two, and the tables behind it; what is alike is left out."""
-    yield from (f"{letter}  {_describe_run(one)}" for letter, one in (("A", found.before), ("B", found.after)))
+    yield from (
+        f"{letter}  {_describe_run(one)}" for letter, one in (("A", run_difference.before), ("B", run_difference.after))
+    )
     yield ""
-    yield from (styled(line, "bold") for line in found.headline)
-    yield from _render_values("job", found.job)
-    yield from _render_files(found)
-    yield from _render_values("environment", found.environment)
-    yield from _render_code(found)
-    yield from _render_steps(found)
-    yield from _render_recommendations(found)
-    yield from _render_trainings([pair for pair in found.trainings if pair.before != pair.after])
+    yield from (styled(line, "bold") for line in run_difference.headline)
+    yield from _render_values("job", run_difference.job)
+    yield from _render_files(run_difference)
+    yield from _render_values("environment", run_difference.environment)
+    yield from _render_code(run_difference)
+    yield from _render_steps(run_difference)
+    yield from _render_recommendations(run_difference)
+    yield from _render_trainings([pair for pair in run_difference.trainings if pair.before != pair.after])
 
 
-def _describe_run(told: "RunOverview") -> str:
-    if told.measured is None:
-        return f"{near(told.path)}: nothing measured yet"
-    first, last = map(moment, told.measured)
-    return f"{near(told.path)}: measured {first}{f' to {last}' * (last != first)}"
+def _describe_run(run_overview: "RunOverview") -> str:
+    if run_overview.measured is None:
+        return f"{near(run_overview.path)}: nothing measured yet"
+    first, last = map(moment, run_overview.measured)
+    return f"{near(run_overview.path)}: measured {first}{f' to {last}' * (last != first)}"
 
 
 def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> Iterator["RenderableType"]:
     if not differences:
         return
     made = table((heading, "A", "B"), left=range(3))
-    for one in differences:
-        where = f" ({part_words(one.part)})" if one.part else ""
+    for difference in differences:
+        where = f" ({part_words(difference.part)})" if difference.part else ""
         made.add_row(
-            f"{one.about}{where}", *shortened_pair(_format_value(one.before), _format_value(one.after), _WIDEST)
+            f"{difference.about}{where}",
+            *shortened_pair(_format_value(difference.before), _format_value(difference.after), _WIDEST),
         )
     yield ""
     yield made
@@ -73,8 +76,8 @@ def _format_value(value: object) -> str:
     return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _render_files(found: "RunDifference") -> Iterator["RenderableType"]:
-    one, other = found.before.file, found.after.file
+def _render_files(run_difference: "RunDifference") -> Iterator["RenderableType"]:
+    one, other = run_difference.before.file, run_difference.after.file
     if one is None or other is None or one == other:
         return
     if one.path != other.path:
@@ -83,8 +86,8 @@ def _render_files(found: "RunDifference") -> Iterator["RenderableType"]:
         yield f"--set: {' '.join(one.overrides) or 'none'} -> {' '.join(other.overrides) or 'none'}"
 
 
-def _render_code(found: "RunDifference") -> Iterator["RenderableType"]:
-    code = found.code
+def _render_code(run_difference: "RunDifference") -> Iterator["RenderableType"]:
+    code = run_difference.code
     if code.same:
         return
     yield ""
@@ -102,8 +105,8 @@ def _render_code(found: "RunDifference") -> Iterator["RenderableType"]:
         yield f"  and {len(code.files) - _MAX_FILES_SHOWN} more (--json has all)"
 
 
-def _render_steps(found: "RunDifference") -> Iterator["RenderableType"]:
-    steps = found.steps
+def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]:
+    steps = run_difference.steps
     if steps.rows:
         parts = any(row.part for row in steps.rows)
         several = len({row.gpus_per_node for row in steps.rows}) > 1
@@ -115,11 +118,11 @@ def _render_steps(found: "RunDifference") -> Iterator["RenderableType"]:
             made.add_row(*_step_row(row, parts=parts, several=several, divisor=unit[0]))
         yield ""
         yield made
-        yield found.test
+        yield run_difference.test
     for letter, count in zip("AB", steps.only, strict=True):
         if count:
             yield f"{plural(count, 'configuration')} in {letter} alone"
-    for letter, names in zip("AB", found.only, strict=True):
+    for letter, names in zip("AB", run_difference.only, strict=True):
         yield from (f"in {letter} alone: {part_words(name)}" for name in names)
 
 
@@ -158,8 +161,8 @@ def _step_remark(row: "StepDifference") -> str:
     return ("slower" if row.ratio > 1 else "faster") + causes
 
 
-def _render_recommendations(found: "RunDifference") -> Iterator["RenderableType"]:
-    one, other = found.chosen
+def _render_recommendations(run_difference: "RunDifference") -> Iterator["RenderableType"]:
+    one, other = run_difference.chosen
     if one == other:
         return
     yield ""
@@ -189,12 +192,20 @@ def _render_trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableTy
     yield made
 
 
-def _training_row(letter: str, part: str, told: "TrainingOverview") -> tuple[str, ...]:
-    best = f"{told.best_of} {number(told.best, 4)}" if told.best_of and told.best is not None else "-"
-    epoch = f" at epoch {told.best_epoch}" if told.best_epoch is not None and told.best_of else ""
-    why = f": {'; '.join(told.causes)}" if told.causes else ""
+def _training_row(letter: str, part: str, training_overview: "TrainingOverview") -> tuple[str, ...]:
+    best = (
+        f"{training_overview.best_of} {number(training_overview.best, 4)}"
+        if training_overview.best_of and training_overview.best is not None
+        else "-"
+    )
+    epoch = (
+        f" at epoch {training_overview.best_epoch}"
+        if training_overview.best_epoch is not None and training_overview.best_of
+        else ""
+    )
+    why = f": {'; '.join(training_overview.causes)}" if training_overview.causes else ""
     return (
-        f"{told.signature}{f' ({part_words(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (told.nodes, told.batch)), _format_ms(told.step_time),
-        "-" if told.hours is None else duration(3600 * told.hours), "-" if told.cost is None else f"{number(told.cost)} {told.currency}", str(told.attempts), best + epoch,
-        ("yes" if told.ended else "not yet") + why,
+        f"{training_overview.signature}{f' ({part_words(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (training_overview.nodes, training_overview.batch)), _format_ms(training_overview.step_time),
+        "-" if training_overview.hours is None else duration(3600 * training_overview.hours), "-" if training_overview.cost is None else f"{number(training_overview.cost)} {training_overview.currency}", str(training_overview.attempts), best + epoch,
+        ("yes" if training_overview.ended else "not yet") + why,
     )  # fmt: skip

@@ -9,30 +9,30 @@ if TYPE_CHECKING:
     from tula_cli.services.exporting.export import Exported
 
 
-def describe_exports(found: "Sequence[Exported]") -> "Iterator[str]":
+def describe_exports(exporteds: "Sequence[Exported]") -> "Iterator[str]":
     """A line or two a tracker."""
-    for one in found:
+    for exported in exporteds:
         new = [
             plural(count, noun)
-            for count, noun in ((one.new_runs, "run"), (one.new_points, "point"), (one.files, "file"))
+            for count, noun in ((exported.new_runs, "run"), (exported.new_points, "point"), (exported.files, "file"))
             if count
         ]
         news = ", ".join(new) or "nothing new"
-        if one.offline:
-            failed = "; not all could be written" if one.problem else ""
-            yield f"{one.to} (offline): wrote {news}; {plural(one.runs, 'run')} in the folder{failed}; not sent until you run"
+        if exported.offline:
+            failed = "; not all could be written" if exported.problem else ""
+            yield f"{exported.to} (offline): wrote {news}; {plural(exported.runs, 'run')} in the folder{failed}; not sent until you run"
         else:
-            failed = "; not all, for it did not answer" if one.problem else ""
-            yield f"{one.to}: sent {news}; {plural(one.runs, 'run')} there by now{failed}"
-        yield f"  {_describe_destination(one)}"
+            failed = "; not all, for it did not answer" if exported.problem else ""
+            yield f"{exported.to}: sent {news}; {plural(exported.runs, 'run')} there by now{failed}"
+        yield f"  {_describe_destination(exported)}"
 
 
-def _describe_destination(one: "Exported") -> str:
+def _describe_destination(exported: "Exported") -> str:
     """Return how to look at what a tracker has."""
-    if one.to == "tensorboard":
-        return f"tensorboard --logdir {one.uri}"
-    if one.offline:
-        return f"wandb sync {one.uri}/wandb/offline-run-*   (project {one.project})"
-    if one.to == "mlflow" and one.uri.startswith("sqlite:"):
-        return f"mlflow ui --backend-store-uri {one.uri}   (experiment {one.project})"
-    return f"{one.uri or one.to}   (project {one.project})"
+    if exported.to == "tensorboard":
+        return f"tensorboard --logdir {exported.uri}"
+    if exported.offline:
+        return f"wandb sync {exported.uri}/wandb/offline-run-*   (project {exported.project})"
+    if exported.to == "mlflow" and exported.uri.startswith("sqlite:"):
+        return f"mlflow ui --backend-store-uri {exported.uri}   (experiment {exported.project})"
+    return f"{exported.uri or exported.to}   (project {exported.project})"

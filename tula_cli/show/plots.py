@@ -145,26 +145,28 @@ MARKERS = "ox+#@%&=~"
 COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
-def render_plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
+def render_plots(recommendation: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
     """Time and cost against the global batch, one curve for each number (and type) of nodes; O marks the choice.
 
     Of many configurations only some are listed; where these are on more nodes than there are markers, there is one curve of
     the best of each batch instead.
     """
-    rows = [row for row in found.rows if row.market == found.choice.market]
+    rows = [row for row in recommendation.rows if row.market == recommendation.choice.market]
     if len({row.batch for row in rows}) < 2:
         return
     divisor, unit = time_unit(3600 * max(row.hours for row in rows))
     curves = sorted({configuration_key(row)[:2] for row in rows})
     names = [f"{plural(count)}{f' of type {kind}' if kind else ''}" for kind, count in curves]
-    best = len(curves) > len(MARKERS) and found.candidates is not None and found.candidates > len(rows)
-    for title, value in ((f"time ({unit})", _hours_of), (f"cost ({found.currency})", _cost_of)):
+    best = (
+        len(curves) > len(MARKERS) and recommendation.candidates is not None and recommendation.candidates > len(rows)
+    )
+    for title, value in ((f"time ({unit})", _hours_of), (f"cost ({recommendation.currency})", _cost_of)):
         per = 3600 / divisor if value is _hours_of else 1.0
         least: dict[tuple[str, int, int], float] = {}
         for row in rows:
             at = ("", 0, row.batch) if best else configuration_key(row)
             least[at] = min(least.get(at, math.inf), per * value(row))
-        choice = found.choice.batch, per * value(found.choice)
+        choice = recommendation.choice.batch, per * value(recommendation.choice)
         yield _draw_plot(title, least, choice=choice, width=width, color=color)
     legend = [f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, curves), names, strict=True)]
     yield "   ".join([*([f"{MARKERS[0]} the best of each batch"] if best else legend), "O chosen"])
@@ -209,15 +211,15 @@ def _curves_over_batches(
     )
 
 
-def comparison_plot(found: "CompareReport", *, width: int, color: bool) -> str:
+def comparison_plot(compare_report: "CompareReport", *, width: int, color: bool) -> str:
     """Draw the metric against the batch, a curve a method; the reference is a point of its own."""
     values: dict[str, list[tuple[float, float]]] = {}
-    for row in sorted(found.rows, key=lambda row: row.batch):
-        value = row.stat(found.metric)
+    for row in sorted(compare_report.rows, key=lambda row: row.batch):
+        value = row.stat(compare_report.metric)
         if value is not None:
             label = method_label(row.method, reference=row.reference)
             values.setdefault(label, []).append((math.log2(row.batch), value.mean))
-    batches = sorted({row.batch for row in found.rows})
+    batches = sorted({row.batch for row in compare_report.rows})
     if len(batches) < 2 or len(values) < 2:
         return ""
     names = list(values)
@@ -225,7 +227,7 @@ def comparison_plot(found: "CompareReport", *, width: int, color: bool) -> str:
         Curve(values[name], marker, shade)
         for name, marker, shade in zip(names, _cycle(MARKERS, names), _cycle(COLORS, names), strict=True)
     ]
-    title = "top-1 (%)" if found.metric == "top1" and not found.of_script else found.metric
+    title = "top-1 (%)" if compare_report.metric == "top1" and not compare_report.of_script else compare_report.metric
     drawn = _curves_over_batches(title, curves, batches, width=width, height=18, color=color)
     legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, names), names, strict=True))
     return f"{drawn}\n{legend}"

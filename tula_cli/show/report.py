@@ -34,5 +34,5 @@ def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator
 
 
 def _count_sections(sections: Sequence["Section"]) -> str:
-    tables, figures = (sum(len(getattr(one, name)) for one in sections) for name in ("tables", "figures"))
+    tables, figures = (sum(len(getattr(section, name)) for section in sections) for name in ("tables", "figures"))
     return f"{plural(tables, 'table')} and {plural(figures, 'figure')}"

@@ -233,9 +233,9 @@ def _nodes_to_come(now: "TrainingStatus") -> str:
     return f" (then {', '.join(told)})" if told and not now.finished else ""
 
 
-def links(found: "Iterable[JobStatus]") -> Iterator[str]:
+def links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
     """Which jobs of a chain ask for how many nodes, where they differ: a line each job."""
-    for job in found:
+    for job in job_statuses:
         by_nodes: dict[int, list[str]] = {}
         for link in job.links:
             by_nodes.setdefault(link.nodes, []).append(link.scheduler_id)
@@ -245,19 +245,19 @@ def links(found: "Iterable[JobStatus]") -> Iterator[str]:
             yield f"links of {job.id}: {'; '.join(told)}"
 
 
-def evaluation(found: "Evaluated") -> str:
+def evaluation(evaluated: "Evaluated") -> str:
     """Return the evaluation of a training's weights in one line."""
-    at = "" if found.samples is None else f" at {found.samples} samples"
-    name = found.weights if found.samples is not None else near(Path(found.weights))
-    told = ", ".join(f"{metric} {number(value, 4)}" for metric, value in found.metrics.items())
-    return f"{name}{at} on the {'test' if found.test else 'validation'} set: {told}"
+    at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
+    name = evaluated.weights if evaluated.samples is not None else near(Path(evaluated.weights))
+    told = ", ".join(f"{metric} {number(value, 4)}" for metric, value in evaluated.metrics.items())
+    return f"{name}{at} on the {'test' if evaluated.test else 'validation'} set: {told}"
 
 
-def changes(found: "Sequence[StepChange]") -> Iterator[str]:
+def changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
     """How the step time changed while it trained, a line each."""
     from tula_cli.models.time.changes import describe_step_change
 
-    yield from (f"changed: {describe_step_change(change)}" for change in found)
+    yield from (f"changed: {describe_step_change(change)}" for change in step_changes)
 
 
 def scaling(mean: float, share: float) -> str:
@@ -271,11 +271,11 @@ def _tuning(now: "TuningStatus") -> str:
     return f"tuning: arm {now.number} of {now.count} ({now.arm}), rung {now.rung}"
 
 
-def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
+def branches(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
     """Return a table of each arm of an automatic tuning: its result on the held-out samples in its longest branch."""
     from tula_cli.models.halving import rank_branches
 
-    longest = {branch.arm: branch for branch in found}  # rungs ascend
+    longest = {branch.arm: branch for branch in branches}  # rungs ascend
     made = table(("arm", "rung", "epochs", "held-out\nloss", "top-1 (%)", ""), left=(0, 5))
     order = sorted(rank_branches(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
     for branch in order:
@@ -286,12 +286,12 @@ def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
     return made
 
 
-def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
+def runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
     """One row a run, on a screen of `width` columns."""
     columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
-    yield from long_table(columns, [_run(run) for run in found], left=range(4), width=width)
-    yield from (f"{run.id} cannot be read: {run.problem}" for run in found if run.problem)
-    yield from (f"{run.id}: {words}, and left out" for run in found for words in run.damaged)
+    yield from long_table(columns, [_run(run) for run in run_summaries], left=range(4), width=width)
+    yield from (f"{run.id} cannot be read: {run.problem}" for run in run_summaries if run.problem)
+    yield from (f"{run.id}: {words}, and left out" for run in run_summaries for words in run.damaged)
 
 
 def _run(run: "RunSummary") -> list[str]:

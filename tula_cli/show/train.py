@@ -155,13 +155,13 @@ def evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
     yield f"{plural(task.nodes)}, local batch {task.local_batch}"
 
 
-def evaluated(found: "Evaluated") -> Iterator[str]:
+def evaluated(evaluated: "Evaluated") -> Iterator[str]:
     """Show the evaluation of weights on a set of samples."""
-    at = "" if found.samples is None else f" at {found.samples} samples"
-    on = f"{_samples(found.test)}, {found.size} samples of {found.dataset}"
-    yield f"{_weights(found.weights)} of training {found.signature}{at} on {on}"
-    yield ", ".join(f"{name} {number(value, 4)}{' %' * (name in PERCENT)}" for name, value in found.metrics.items())
-    if not found.test:
+    at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
+    on = f"{_samples(evaluated.test)}, {evaluated.size} samples of {evaluated.dataset}"
+    yield f"{_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
+    yield ", ".join(f"{name} {number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items())
+    if not evaluated.test:
         yield "training chose its best epoch by these samples; dataset.test names a set of its own"
 
 
@@ -176,16 +176,18 @@ def _samples(test: bool) -> str:
 # --- the end of a training run
 
 
-def _best(found: "Summary") -> str:
+def _best(summary: "Summary") -> str:
     """Return the best epoch's result by what it was judged: train.best_checkpoint, top-1, a language model's perplexity, or the loss."""
-    if found.best is not None:
-        return f"best {found.best.metric} {number(found.best.value, 4)}"
-    if "top1" in found.metrics:
-        return f"best top-1 {number(found.best_top1, 4)} %"
-    if found.best_loss is None:  # a run of an older tula
+    if summary.best is not None:
+        return f"best {summary.best.metric} {number(summary.best.value, 4)}"
+    if "top1" in summary.metrics:
+        return f"best top-1 {number(summary.best_top1, 4)} %"
+    if summary.best_loss is None:  # a run of an older tula
         return "least loss"
-    loss = f"least loss {number(found.best_loss, 4)}"
-    return f"{loss} (perplexity {number(perplexity(found.best_loss), 4)})" if "perplexity" in found.metrics else loss
+    loss = f"least loss {number(summary.best_loss, 4)}"
+    return (
+        f"{loss} (perplexity {number(perplexity(summary.best_loss), 4)})" if "perplexity" in summary.metrics else loss
+    )
 
 
 WHOLE = 0.95
@@ -193,56 +195,58 @@ WHOLE = 0.95
 
 
 def summary(
-    found: "Summary", *, weights: "Path | None" = None, charge: "SiteCharge | None" = None
+    summary: "Summary", *, weights: "Path | None" = None, charge: "SiteCharge | None" = None
 ) -> Iterator["RenderableType"]:
     """Predicted against actual, how good it is, and where its weights are."""
-    changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
-    at = f", {_best(found)} at epoch {found.best_epoch}" * bool(found.best_epoch)  # of a script nobody knows the epoch
-    yield f"trained on {plural(found.nodes)} at batch {found.batch}{changed}{at}"
-    if found.metrics:
-        yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
-    if found.ended:
-        yield f"ended {found.ended} (train.early_stopping); what is predicted is for the epochs that it took"
+    changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
+    at = f", {_best(summary)} at epoch {summary.best_epoch}" * bool(
+        summary.best_epoch
+    )  # of a script nobody knows the epoch
+    yield f"trained on {plural(summary.nodes)} at batch {summary.batch}{changed}{at}"
+    if summary.metrics:
+        yield ", ".join(f"{name} {number(value, 4)}" for name, value in summary.metrics.items())
+    if summary.ended:
+        yield f"ended {summary.ended} (train.early_stopping); what is predicted is for the epochs that it took"
     yield ""
-    yield _predicted_against_actual(found, charge)
+    yield _predicted_against_actual(summary, charge)
     if charge is not None:
         yield charge.description
-    if found.actual_kwh is not None and (found.counted or 0.0) < WHOLE:
-        yield f"energy was counted over {percent(found.counted)} % of the time: not while ranks start, nor up to a failure"
-    yield from changes(found.changes)
-    if found.scaled is not None:
-        did = scaling(found.scaled.mean, found.scaled.scaled)
-        yield f"gradient scaling (of each {found.scaled.apply_to}): {did}"
-    if found.tuning is not None and found.tuning.chosen is not None:
+    if summary.actual_kwh is not None and (summary.counted or 0.0) < WHOLE:
+        yield f"energy was counted over {percent(summary.counted)} % of the time: not while ranks start, nor up to a failure"
+    yield from changes(summary.changes)
+    if summary.scaled is not None:
+        did = scaling(summary.scaled.mean, summary.scaled.scaled)
+        yield f"gradient scaling (of each {summary.scaled.apply_to}): {did}"
+    if summary.tuning is not None and summary.tuning.chosen is not None:
         yield ""
-        beside = f"{found.tuning.samples} samples in {len(found.tuning.branches)} branches beside the training"
-        yield f"tuned: {found.tuning.chosen.name}, {beside}"
-        yield branches(found.tuning.branches, found.tuning.chosen.name)
-    if found.attempts > 1:
+        beside = f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches beside the training"
+        yield f"tuned: {summary.tuning.chosen.name}, {beside}"
+        yield branches(summary.tuning.branches, summary.tuning.chosen.name)
+    if summary.attempts > 1:
         yield ""
-        yield f"{plural(found.attempts, 'attempt')}; relaunched because of: {'; '.join(found.causes) or 'an earlier end'}"
-    if found.lost:
-        yield f"what came after the newest checkpoint was trained again: {sum(found.lost)} samples in all, {_each(found.lost)}"
-    yield from (f"warning: {text}" for text in found.warnings)
+        yield f"{plural(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'an earlier end'}"
+    if summary.lost:
+        yield f"what came after the newest checkpoint was trained again: {sum(summary.lost)} samples in all, {_each(summary.lost)}"
+    yield from (f"warning: {text}" for text in summary.warnings)
     if weights is not None:
         yield f"best weights: {near(weights)}"
 
 
-def _predicted_against_actual(found: "Summary", charge: "SiteCharge | None") -> "Table":
-    divisor, unit = time_unit(3600 * found.actual_hours)
+def _predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -> "Table":
+    divisor, unit = time_unit(3600 * summary.actual_hours)
     made = table(("", "predicted", "actual", "error (%)"))
     to_unit = 3600 / divisor
-    made.add_row("step time (ms)", *_compared(found.predicted_step, found.actual_step, 1000))
-    made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
-    for name, predicted, actual in _parts(found):
+    made.add_row("step time (ms)", *_compared(summary.predicted_step, summary.actual_step, 1000))
+    made.add_row(f"time ({unit})", *_compared(summary.predicted_hours, summary.actual_hours, to_unit))
+    for name, predicted, actual in _parts(summary):
         made.add_row(f"  {name}", *_compared(predicted, actual, 1 / divisor))
-    made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
+    made.add_row(f"cost ({summary.currency})", *_compared(summary.predicted_cost, summary.actual_cost, 1))
     if charge is not None:
         made.add_row(f"SLURM's bill ({charge.currency})", *_compared(charge.predicted, charge.cost, 1))
-    if found.actual_kwh is not None:
-        made.add_row("energy (kWh)", *_energy(found.predicted_kwh, found.actual_kwh, found.counted or 0.0))
-    elif found.predicted_kwh is not None:
-        made.add_row("energy (kWh)", number(found.predicted_kwh), "-", "-")
+    if summary.actual_kwh is not None:
+        made.add_row("energy (kWh)", *_energy(summary.predicted_kwh, summary.actual_kwh, summary.counted or 0.0))
+    elif summary.predicted_kwh is not None:
+        made.add_row("energy (kWh)", number(summary.predicted_kwh), "-", "-")
     return made
 
 
@@ -251,9 +255,9 @@ def _each(lost: Sequence[int]) -> str:
     return f"at each end {', '.join(map(str, lost))}" if len(lost) > 1 else "at one end"
 
 
-def _parts(found: "Summary") -> Iterator[tuple[str, float | None, float]]:
+def _parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
     """Yield where the time went: the name of each part that there is, and its seconds predicted and actual."""
-    actual, predicted = found.actual_parts, found.predicted_parts
+    actual, predicted = summary.actual_parts, summary.predicted_parts
     if actual is None:
         return
     names = {
@@ -262,7 +266,7 @@ def _parts(found: "Summary") -> Iterator[tuple[str, float | None, float]]:
         "evaluation": "evaluation",
         "checkpoints": "checkpoints",
         "branches": "branches",
-        "rest": "starts and ends" if found.attempts == 1 else "starts, ends, repeated",
+        "rest": "starts and ends" if summary.attempts == 1 else "starts, ends, repeated",
     }
     for part, name in names.items():
         here, told = getattr(actual, part), getattr(predicted, part, None)

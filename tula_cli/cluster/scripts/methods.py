@@ -151,8 +151,10 @@ def _steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
 def summarize_scaling(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
     """Return what AGS did in a training, from the newest row of each attempt; None where there was none of it."""
     summaries = [row["ags"]["so_far"] for row in rows if row.get("ags")]
-    steps = sum(one["steps"] for one in summaries)
+    steps = sum(summary["steps"] for summary in summaries)
     if not steps:
         return None
-    scaled, mean = (sum(one[name] * one["steps"] for one in summaries) / steps for name in ("scaled", "mean"))
+    scaled, mean = (
+        sum(summary[name] * summary["steps"] for summary in summaries) / steps for name in ("scaled", "mean")
+    )
     return Scaled(steps=round(steps), scaled=scaled, mean=mean, apply_to=summaries[-1]["apply_to"])

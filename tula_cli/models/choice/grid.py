@@ -16,9 +16,9 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def columns(those: "Sequence[Config]") -> tuple[Ints, Ints]:
+def columns(configs: "Sequence[Config]") -> tuple[Ints, Ints]:
     """Return nodes and batches of configurations as arrays."""
-    return in_columns([(config.nodes, config.batch) for config in those])
+    return in_columns([(config.nodes, config.batch) for config in configs])
 
 
 def in_columns(those: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:

@@ -201,10 +201,10 @@ def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:
         inspect.signature(make).bind(**given)
     except TypeError as error:
         raise SpecError(f"exporter {destination.to!r} cannot be called: {error}", hint) from error
-    found = make(**given)
-    if not callable(getattr(found, "open", None)):
-        raise SpecError(f"exporter {destination.to!r} returns a {type(found).__name__} that has no open", hint)
-    return found
+    from_command = make(**given)
+    if not callable(getattr(from_command, "open", None)):
+        raise SpecError(f"exporter {destination.to!r} returns a {type(from_command).__name__} that has no open", hint)
+    return from_command
 
 
 def destination(

@@ -128,9 +128,9 @@ class _Target:
         )
 
 
-def require_sent(found: Iterable[Exported]) -> None:
+def require_sent(exporteds: Iterable[Exported]) -> None:
     """Raise TrackerError where a tracker was given up."""
-    if failed := [one for one in found if one.problem]:
+    if failed := [exported for exported in exporteds if exported.problem]:
         raise TrackerError(
             f"not all was sent to {', '.join(one.to for one in failed)}: {failed[0].problem}",
             "the same command sends what was missed",
@@ -200,7 +200,7 @@ def export(
     spec = run.spec()
     parts = parts_with_data(run, spec)
     asks = active or _seldom(status_of)
-    targets = [_target(run, spec, parts, one, every, reports) for one in trackers]
+    targets = [_target(run, spec, parts, tracker, every, reports) for tracker in trackers]
     with ExitStack() as held:
         for target in targets:
             owners = [held.enter_context(session.held()) for session in target.sessions]
@@ -276,11 +276,11 @@ def _target(
     run: RunDir,
     spec: JobSpec,
     parts: Sequence[Part],
-    one: Export,
+    export: Export,
     every: float | None,
     reports: Callable[[Part], tuple[Path, ...]],
 ) -> _Target:
-    place = destination(one.to, uri=one.uri, project=one.project, run=run.path.absolute(), job=spec.name)
+    place = destination(export.to, uri=export.uri, project=export.project, run=run.path.absolute(), job=spec.name)
     sessions = [Session(part, _name(run, part), place, reports) for part in parts]
     return _Target(place, sessions, every or POLL_INTERVAL, Counted())
 

@@ -70,9 +70,9 @@ def _setting(key: str, value: Any) -> Scalar | None:
     return None if may_be_secret(name, str(value)) else str(value)
 
 
-def environment(found: Environment | None) -> dict[str, Scalar]:
+def environment(environment: Environment | None) -> dict[str, Scalar]:
     """Return what something ran on; nothing where that is not known."""
-    if found is None:
+    if environment is None:
         return {}
     names = (
         "hardware",
@@ -87,9 +87,11 @@ def environment(found: Environment | None) -> dict[str, Scalar]:
         "system",
         "workers",
     )
-    told = {f"env.{name}": value for name in names if (value := getattr(found, name)) not in (None, "")}
-    variables = {f"env.{name}": value for name, value in found.variables.items() if not may_be_secret(name, value)}
-    return {**told, "env.hosts": " ".join(found.hosts), **variables}
+    told = {f"env.{name}": value for name in names if (value := getattr(environment, name)) not in (None, "")}
+    variables = {
+        f"env.{name}": value for name, value in environment.variables.items() if not may_be_secret(name, value)
+    }
+    return {**told, "env.hosts": " ".join(environment.hosts), **variables}
 
 
 def environment_in(row: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -257,8 +259,8 @@ def of_training(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: s
 
 def _predicted(task: TrainTask) -> dict[str, float]:
     names = ("hours", "hours_low", "hours_high", "cost", "step_time", "kwh")
-    found = task.prediction
-    told = {} if found is None else {f"predicted.{name}": getattr(found, name) for name in names}
+    prediction = task.prediction
+    told = {} if prediction is None else {f"predicted.{name}": getattr(prediction, name) for name in names}
     return {name: value for name, value in told.items() if value is not None}
 
 
@@ -277,16 +279,16 @@ def _attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> d
     return told
 
 
-def _tuning_words(found: Tuning | None) -> dict[str, str]:
+def _tuning_words(tuning: Tuning | None) -> dict[str, str]:
     """Return what the branches of a self-tuning training came to."""
-    if found is None:
+    if tuning is None:
         return {}
     told = {
         f"branch.{number:02d}": f"{one.arm}, rung {one.rung}: loss {number_word(one.loss)}"
         + " (diverged)" * one.diverged
-        for number, one in enumerate(found.branches, 1)
+        for number, one in enumerate(tuning.branches, 1)
     }
-    return {**told, **({"branch.chosen": found.chosen.name} if found.chosen else {})}
+    return {**told, **({"branch.chosen": tuning.chosen.name} if tuning.chosen else {})}
 
 
 def _end_words(summary: Summary | None) -> dict[str, str]:
@@ -314,11 +316,9 @@ def _end_numbers(
         told["attempts"] = summary.attempts
     if energy is not None:
         told["energy/kwh"] = energy.kwh
-    for found in evaluations:
-        which = (
-            f"{'test' if found.test else 'eval'}/{found.weights if found.weights in ('best', 'last') else found.key}"
-        )
-        told |= {f"{which}/{name}": value for name, value in found.metrics.items()}
+    for evaluation in evaluations:
+        which = f"{'test' if evaluation.test else 'eval'}/{evaluation.weights if evaluation.weights in ('best', 'last') else evaluation.key}"
+        told |= {f"{which}/{name}": value for name, value in evaluation.metrics.items()}
     return told
 
 

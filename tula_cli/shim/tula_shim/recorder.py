@@ -193,8 +193,8 @@ class Recorder:
     def _keep(self, counts: dict[int, list[float]], samples: float | None) -> None:
         end = self.mark()
         if self._begin is not None:
-            found = Interval(self._begin, end, counts, samples, self.backwards, self.gap)
-            self.intervals.setdefault(self.phase, []).append(found)
+            interval = Interval(self._begin, end, counts, samples, self.backwards, self.gap)
+            self.intervals.setdefault(self.phase, []).append(interval)
         self._begin = end
 
     def _next_phase(self) -> bool:

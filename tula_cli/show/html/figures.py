@@ -378,40 +378,40 @@ def _clip_interval(low: float | None, high: float | None, value: float, scale: s
 # --- curves and points
 
 
-def draw_curve(axes: "Axes", one: DrawnSeries, *, shift: float) -> Entry:
+def draw_curve(axes: "Axes", drawn_series: DrawnSeries, *, shift: float) -> Entry:
     """Draw a curve or points, with intervals; return its line of the legend."""
     from matplotlib.lines import Line2D
 
-    x = [place + shift for place in one.x]
-    line = one.style != "points"
-    lonely = one.style == "line" or (line and len(x) > _MANY)
-    dashes: Any = series_dash(one.index) if line else "none"
-    _draw_interval(axes, one, x, band=one.style == "line" or (line and len(x) >= _BAND))
+    x = [place + shift for place in drawn_series.x]
+    line = drawn_series.style != "points"
+    lonely = drawn_series.style == "line" or (line and len(x) > _MANY)
+    dashes: Any = series_dash(drawn_series.index) if line else "none"
+    _draw_interval(axes, drawn_series, x, band=drawn_series.style == "line" or (line and len(x) >= _BAND))
     if line:
-        axes.plot(x, one.y, color=one.color, linestyle=dashes, linewidth=1.6, zorder=3)
-    dots = _isolated_points(one.known) if lonely else one.known
+        axes.plot(x, drawn_series.y, color=drawn_series.color, linestyle=dashes, linewidth=1.6, zorder=3)
+    dots = _isolated_points(drawn_series.known) if lonely else drawn_series.known
     for filled in (True, False):
-        shown = [place for place, dot in enumerate(dots) if dot and one.filled[place] == filled]
+        shown = [place for place, dot in enumerate(dots) if dot and drawn_series.filled[place] == filled]
         if shown:
             axes.plot(
                 [x[place] for place in shown],
-                [one.y[place] for place in shown],
+                [drawn_series.y[place] for place in shown],
                 linestyle="none",
                 zorder=4,
                 clip_on=False,  # or half of a point on an axis were cut off
-                **_marker_style(one, filled=filled),
+                **_marker_style(drawn_series, filled=filled),
             )
-    look = {} if lonely else _marker_style(one, filled=any(one.filled))
-    return Entry(Line2D([], [], color=one.color, linestyle=dashes, linewidth=1.6, **look), one.name)
+    look = {} if lonely else _marker_style(drawn_series, filled=any(drawn_series.filled))
+    return Entry(Line2D([], [], color=drawn_series.color, linestyle=dashes, linewidth=1.6, **look), drawn_series.name)
 
 
-def _marker_style(one: DrawnSeries, *, filled: bool) -> dict[str, Any]:
+def _marker_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     return {
-        "marker": series_marker(one.index),
+        "marker": series_marker(drawn_series.index),
         "markersize": 5.5,
         "markeredgewidth": 1.3,
-        "markeredgecolor": one.color,
-        "markerfacecolor": one.color if filled else LIGHT["paper"],
+        "markeredgecolor": drawn_series.color,
+        "markerfacecolor": drawn_series.color if filled else LIGHT["paper"],
     }
 
 
@@ -423,29 +423,31 @@ def _isolated_points(known: Sequence[bool]) -> list[bool]:
     ]
 
 
-def _draw_interval(axes: "Axes", one: DrawnSeries, x: Sequence[float], *, band: bool) -> None:
-    if all(math.isnan(low) for low in one.low):
+def _draw_interval(axes: "Axes", drawn_series: DrawnSeries, x: Sequence[float], *, band: bool) -> None:
+    if all(math.isnan(low) for low in drawn_series.low):
         return
     if band:
-        axes.fill_between(x, one.low, one.high, color=one.color, alpha=0.16, linewidth=0, zorder=2)
+        axes.fill_between(
+            x, drawn_series.low, drawn_series.high, color=drawn_series.color, alpha=0.16, linewidth=0, zorder=2
+        )
     else:
         axes.errorbar(
             x,
-            one.y,
-            yerr=_error_lengths(one),
+            drawn_series.y,
+            yerr=_error_lengths(drawn_series),
             fmt="none",
-            color=one.color,
-            ecolor=one.color,
+            color=drawn_series.color,
+            ecolor=drawn_series.color,
             elinewidth=1.1,
             capsize=3,
             zorder=3,
         )
 
 
-def _error_lengths(one: DrawnSeries) -> list[list[float]]:
+def _error_lengths(drawn_series: DrawnSeries) -> list[list[float]]:
     return [
-        [y - low for y, low in zip(one.y, one.low, strict=True)],
-        [high - y for y, high in zip(one.y, one.high, strict=True)],
+        [y - low for y, low in zip(drawn_series.y, drawn_series.low, strict=True)],
+        [high - y for y, high in zip(drawn_series.y, drawn_series.high, strict=True)],
     ]
 
 
@@ -479,28 +481,38 @@ def draw_bars(axes: "Axes", bars: Sequence[DrawnSeries]) -> list[Entry]:
 
 
 def _draw_bar(
-    axes: "Axes", one: DrawnSeries, x: Sequence[float], bottoms: Sequence[float], wide: float, top: float | None = None
+    axes: "Axes",
+    drawn_series: DrawnSeries,
+    x: Sequence[float],
+    bottoms: Sequence[float],
+    wide: float,
+    top: float | None = None,
 ) -> Entry:
     """Draw the bars of a series: full ones measured, pale ones with an edge predicted."""
     from matplotlib.patches import Patch
 
     for filled in (True, False):
-        shown = [place for place, known in enumerate(one.known) if known and one.filled[place] == filled]
+        shown = [
+            place for place, known in enumerate(drawn_series.known) if known and drawn_series.filled[place] == filled
+        ]
         if shown:
             axes.bar(
                 [x[place] for place in shown],
-                [one.y[place] for place in shown],
+                [drawn_series.y[place] for place in shown],
                 wide,
                 [bottoms[place] for place in shown],
                 zorder=2,
-                **{**_bar_style(one, filled=filled), **_bar_edges([one.y[place] for place in shown], top)},
+                **{
+                    **_bar_style(drawn_series, filled=filled),
+                    **_bar_edges([drawn_series.y[place] for place in shown], top),
+                },
             )
-    if not all(math.isnan(low) for low in one.low):
-        middle = [y + bottom for y, bottom in zip(one.y, bottoms, strict=True)]
+    if not all(math.isnan(low) for low in drawn_series.low):
+        middle = [y + bottom for y, bottom in zip(drawn_series.y, bottoms, strict=True)]
         axes.errorbar(
             x,
             middle,
-            yerr=_error_lengths(one),
+            yerr=_error_lengths(drawn_series),
             fmt="none",
             color=LIGHT["ink"],
             ecolor=LIGHT["ink"],
@@ -508,7 +520,7 @@ def _draw_bar(
             capsize=3,
             zorder=3,
         )
-    return Entry(Patch(**_bar_style(one, filled=any(one.filled))), one.name)
+    return Entry(Patch(**_bar_style(drawn_series, filled=any(drawn_series.filled))), drawn_series.name)
 
 
 def _bar_edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
@@ -516,10 +528,10 @@ def _bar_edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
     return {} if top is None else {"linewidth": [0.8 if abs(height) > 0.02 * top else 0.0 for height in heights]}
 
 
-def _bar_style(one: DrawnSeries, *, filled: bool) -> dict[str, Any]:
+def _bar_style(drawn_series: DrawnSeries, *, filled: bool) -> dict[str, Any]:
     if filled:
-        return {"facecolor": one.color, "edgecolor": LIGHT["paper"], "linewidth": 0.8}
-    return {"facecolor": LIGHT["paper"], "edgecolor": one.color, "linewidth": 1.2}
+        return {"facecolor": drawn_series.color, "edgecolor": LIGHT["paper"], "linewidth": 0.8}
+    return {"facecolor": LIGHT["paper"], "edgecolor": drawn_series.color, "linewidth": 1.2}
 
 
 # --- a density

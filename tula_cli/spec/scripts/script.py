@@ -158,22 +158,22 @@ class Script(Section):
 
     @model_validator(mode="after")
     def _is_told_what_it_asks(self) -> "Script":
-        found = self.placeholders
-        if self.launch == "node" and (of_rank := sorted(found & OF_A_RANK)):
+        placeholders = self.placeholders
+        if self.launch == "node" and (of_rank := sorted(placeholders & OF_A_RANK)):
             raise ValueError(
                 f"{{{of_rank[0]}}} differs among the processes of a node, which launch: node leaves to the command to start"
             )
         for name, value in (("lr", self.reference.lr), ("epochs", self.length.epochs)):
-            if name in found and value is None:
+            if name in placeholders and value is None:
                 where = "reference.lr" if name == "lr" else "length.epochs"
                 raise ValueError(f"command asks for {{{name}}}, which {where} gives")
-        if self.reference.lr is not None and not found & {"lr", "lr_factor"}:
+        if self.reference.lr is not None and not placeholders & {"lr", "lr_factor"}:
             raise ValueError(
                 "reference.lr reaches nothing: command has neither {lr} nor {lr_factor}; leave it out where the script scales"
                 " its learning rate itself"
             )
         for name in ("steps", "samples"):
-            if name in found and self.known_dataset_size is None:
+            if name in placeholders and self.known_dataset_size is None:
                 raise ValueError(f"command asks for {{{name}}}: with length.epochs, give dataset_size")
         if "checkpoint" in names(self.command):
             raise ValueError("{checkpoint} belongs into resume.args: at the start there is none")

@@ -70,12 +70,12 @@ def figure_rows(figure: Figure) -> Iterator[Sequence[Cell]]:
 
 
 def _cells(figure: Figure) -> Iterator[Sequence[Cell]]:
-    found = figure.density
-    assert found is not None
+    density = figure.density
+    assert density is not None
     yield ["share", f"{figure.x_label} from", f"{figure.x_label} to", f"{figure.y_label} from", f"{figure.y_label} to"]
-    for column, shares in enumerate(found.shares):
+    for column, shares in enumerate(density.shares):
         for row, share in enumerate(shares):
-            yield [share, *found.x_edges[column : column + 2], *found.y_edges[row : row + 2]]
+            yield [share, *density.x_edges[column : column + 2], *density.y_edges[row : row + 2]]
 
 
 def _place(figure: Figure, x: float) -> Cell:

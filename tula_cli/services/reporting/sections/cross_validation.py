@@ -18,26 +18,28 @@ from tula_cli.words import plural
 KEY, TITLE = "predictions", "How well it predicts"
 
 
-def section(seen: Material) -> Section:
+def section(material: Material) -> Section:
     """Return what each search would have said of the probes that it does not take."""
-    own = seen.choice_measurements
+    own = material.choice_measurements
     if own is None:
-        return Section(KEY, TITLE, missing=f"nothing is predicted: {seen.unanswered}")
+        return Section(KEY, TITLE, missing=f"nothing is predicted: {material.unanswered}")
     try:
         found = own.cross_validate()
     except BadMeasurements as error:
         return Section(KEY, TITLE, missing=f"nothing tells how well: {describe_error(error)}")
-    return Section(KEY, TITLE, tables=(_table(found),), figures=(_errors(found), *_curves(seen, own)))
+    return Section(KEY, TITLE, tables=(_table(found),), figures=(_errors(found), *_curves(material, own)))
 
 
 def _name(row: Validation) -> str:
     return f"{row.strategy}, each left out once" if row.left_out_once else row.strategy
 
 
-def _table(found: tuple[Validation, ...]) -> Table:
+def _table(validations: tuple[Validation, ...]) -> Table:
     columns = (Column("search", align="left"), Column("probes"), Column("judged by"), Column("median error", "%", digits=3),
                Column("90th percentile", "%", digits=3), Column("inside 90 % interval", "%", digits=3))  # fmt: skip
-    rows = tuple((_name(row), row.probes, row.unseen, 100 * row.median, 100 * row.p90, 100 * row.held) for row in found)
+    rows = tuple(
+        (_name(row), row.probes, row.unseen, 100 * row.median, 100 * row.p90, 100 * row.held) for row in validations
+    )
     caption = (
         "Each search takes its probes of those that were measured; the step time is fitted to them, and the others judge it."
         " Errors are shares of the measured step time, signs aside."
@@ -45,8 +47,8 @@ def _table(found: tuple[Validation, ...]) -> Table:
     return Table("validation", "Errors of the step time by search", columns, rows, caption)
 
 
-def _errors(found: tuple[Validation, ...]) -> Figure:
-    xs = tuple(float(place) for place in range(len(found)))
+def _errors(validations: tuple[Validation, ...]) -> Figure:
+    xs = tuple(float(place) for place in range(len(validations)))
     return Figure(
         "prediction_errors",
         "Errors of the step time by search",
@@ -54,20 +56,20 @@ def _errors(found: tuple[Validation, ...]) -> Figure:
         "search",
         "error (%)",
         (
-            Series("median", xs, tuple(100 * row.median for row in found), style="bars"),
-            Series("90th percentile", xs, tuple(100 * row.p90 for row in found), style="bars"),
+            Series("median", xs, tuple(100 * row.median for row in validations), style="bars"),
+            Series("90th percentile", xs, tuple(100 * row.p90 for row in validations), style="bars"),
         ),
         x_scale="category",
-        categories=tuple(_name(row) for row in found),
+        categories=tuple(_name(row) for row in validations),
         paper="Figure 11",
     )
 
 
-def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
+def _curves(material: Material, type_measurements: TypeMeasurements) -> Iterator[Figure]:
     """Yield what was measured on the choice's nodes beside the fits to all probes and to those of the partial search."""
-    choice, forecast = seen.choice, own.forecast
+    choice, forecast = material.choice, type_measurements.forecast
     assert choice is not None  # of which `own` is
-    spec, gpus, nodes = own.part.spec, own.part.spec.cluster.gpus_per_node, choice.nodes
+    spec, gpus, nodes = type_measurements.part.spec, type_measurements.part.spec.cluster.gpus_per_node, choice.nodes
     probes = forecast.probes
     partial = {(n, local) for n, locals_ in STRATEGIES["partial"](group_by_nodes(probes)).items() for local in locals_}
     here = sorted(local for count, local in probes if count == nodes)
@@ -80,7 +82,7 @@ def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
     if len(partial) < len(probes):
         few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=priors)  # fmt: skip
         fits["fit to the partial search's"] = few
-    series = [_measured(own, here, nodes)]
+    series = [_measured(type_measurements, here, nodes)]
     for name, fit in fits.items():
         sizes = [size for size in known if not fit.refusal(nodes, gpus, size)]
         told = [fit.predict(nodes, gpus, size) for size in sizes]
@@ -103,8 +105,8 @@ def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
     )
 
 
-def _measured(own: TypeMeasurements, sizes: list[int], nodes: int) -> Series:
-    gpus, probes = own.part.spec.cluster.gpus_per_node, own.forecast.probes
+def _measured(type_measurements: TypeMeasurements, sizes: list[int], nodes: int) -> Series:
+    gpus, probes = type_measurements.part.spec.cluster.gpus_per_node, type_measurements.forecast.probes
     xs = tuple(float(size * nodes * gpus) for size in sizes)
     ys = tuple(1000 * trimmed_mean(probes[nodes, size].step_times) for size in sizes)
     return Series("measured", xs, ys, style="points", measured=(True,) * len(sizes))

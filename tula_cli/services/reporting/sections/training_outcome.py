@@ -158,13 +158,13 @@ def _attempts_table(training: TrainingMaterial) -> Table:
     return Table(f"attempts{_figure_suffix(training)}", "Attempts", columns, rows)
 
 
-def figures(one: TrainingMaterial, *, suffix: str) -> Iterator[Figure]:
+def figures(training_material: TrainingMaterial, *, suffix: str) -> Iterator[Figure]:
     """Yield the curves of a training, those of which it has told something; `suffix` tells their keys from those of other parts."""
-    for axis in _axes(one):
-        for figure in (*axis.loss(one), *axis.metric(one)):
+    for axis in _axes(training_material):
+        for figure in (*axis.loss(training_material), *axis.metric(training_material)):
             yield _renamed(figure, suffix)
-    samples = _axes(one)[0]
-    for figure in (*samples.rate(one), *samples.step_time(one)):
+    samples = _axes(training_material)[0]
+    for figure in (*samples.rate(training_material), *samples.step_time(training_material)):
         yield _renamed(figure, suffix)
 
 
@@ -172,9 +172,12 @@ def _renamed(figure: Figure, suffix: str) -> Figure:
     return replace(figure, key=f"{figure.key}{suffix}")
 
 
-def _axes(one: TrainingMaterial) -> "list[_Axis]":
+def _axes(training_material: TrainingMaterial) -> "list[_Axis]":
     found = [_Axis("samples", "samples seen", lambda row: float(row["samples"]))]
-    began, times = one.began_at, [row["time"] for row in one.rows if row.get("time") is not None]
+    began, times = (
+        training_material.began_at,
+        [row["time"] for row in training_material.rows if row.get("time") is not None],
+    )
     if began is not None and times:
         divisor, unit = time_unit(max(times) - began)
         found.append(_Axis("time", f"time since its start ({unit})", lambda row: (row["time"] - began) / divisor))
@@ -204,18 +207,18 @@ class _Axis:
             xs, ys = zip(*told, strict=True)
             yield Series(name, xs, ys, style=style)  # type: ignore[arg-type]
 
-    def starts(self, one: TrainingMaterial) -> tuple[Mark, ...]:
+    def starts(self, training_material: TrainingMaterial) -> tuple[Mark, ...]:
         """Return where attempts began after the first one, and where the batch changed."""
-        found = [
+        marks = [
             Mark(self.place(row), None, f"attempt {number}", "event")
-            for number, row in enumerate(one.rows_of_kind("start"), 1)
+            for number, row in enumerate(training_material.rows_of_kind("start"), 1)
             if number > 1
         ]
-        stages = one.rows_of_kind("stage")[1:]
-        return (*found, *(Mark(self.place(row), None, f"batch {row['batch']}", "event") for row in stages))
+        stages = training_material.rows_of_kind("stage")[1:]
+        return (*marks, *(Mark(self.place(row), None, f"batch {row['batch']}", "event") for row in stages))
 
-    def loss(self, one: TrainingMaterial) -> Iterator[Figure]:
-        steps, epochs = one.rows_of_kind("step"), one.rows_of_kind("epoch")
+    def loss(self, training_material: TrainingMaterial) -> Iterator[Figure]:
+        steps, epochs = training_material.rows_of_kind("step"), training_material.rows_of_kind("epoch")
         series = (
             *self.series("training", steps or epochs, lambda row: value_of(row, "loss")),
             *self.series("evaluation", epochs, lambda row: value_of(row, "eval_loss"), "line+points"),
@@ -223,10 +226,10 @@ class _Axis:
         if series:
             low = min(y for one_ in series for y in one_.y if y is not None)
             yield Figure(f"loss_by_{self.key}", f"Loss over {self.key}", "Of training steps as they were logged, and on the evaluation set at the end of epochs.",
-                         self.label, "loss", series, marks=self.starts(one), y_scale="log" if low > 0 else "linear")  # fmt: skip
+                         self.label, "loss", series, marks=self.starts(training_material), y_scale="log" if low > 0 else "linear")  # fmt: skip
 
-    def metric(self, one: TrainingMaterial) -> Iterator[Figure]:
-        name, epochs = one.metric, one.rows_of_kind("epoch")
+    def metric(self, training_material: TrainingMaterial) -> Iterator[Figure]:
+        name, epochs = training_material.metric, training_material.rows_of_kind("epoch")
         if name == "eval_loss":  # it is in the figure of the loss
             return
         series = [
@@ -238,21 +241,21 @@ class _Axis:
         if series:
             title = TITLES.get(name, name)
             yield Figure(f"metric_by_{self.key}", f"{title} over {self.key}", "On the evaluation set, at the end of epochs.",
-                         self.label, UNITS.get(name, name), tuple(series), marks=self.starts(one))  # fmt: skip
+                         self.label, UNITS.get(name, name), tuple(series), marks=self.starts(training_material))  # fmt: skip
 
-    def rate(self, one: TrainingMaterial) -> Iterator[Figure]:
-        rows = one.rows_of_kind("step", "epoch")
+    def rate(self, training_material: TrainingMaterial) -> Iterator[Figure]:
+        rows = training_material.rows_of_kind("step", "epoch")
         series = tuple(self.series("learning rate", rows, lambda row: value_of(row, "lr")))
         if series:
             yield Figure("learning_rate", "Learning rate", "Of the steps as they were logged.", self.label, "learning rate",
-                         series, marks=self.starts(one))  # fmt: skip
+                         series, marks=self.starts(training_material))  # fmt: skip
 
-    def step_time(self, one: TrainingMaterial) -> Iterator[Figure]:
+    def step_time(self, training_material: TrainingMaterial) -> Iterator[Figure]:
         """Yield the step time as it was logged, beside what was predicted with its interval."""
-        series = [*self.series("logged", one.rows_of_kind("step"), lambda row: _ms(row, "step_time"))]
+        series = [*self.series("logged", training_material.rows_of_kind("step"), lambda row: _ms(row, "step_time"))]
         if not series:
             return
-        told = [row for row in one.rows_of_kind("epoch") if row.get("predicted_step") is not None]
+        told = [row for row in training_material.rows_of_kind("epoch") if row.get("predicted_step") is not None]
         if told:
             told = thin_out(told)
             ends = [tuple(_ms(row, name) for row in told) for name in ("predicted_step", "step_low", "step_high")]
@@ -261,10 +264,10 @@ class _Axis:
             )
         changes = tuple(
             Mark(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")
-            for change in one.files.changes()
+            for change in training_material.files.changes()
         )
         caption = "Means over the steps between two rows of the log; the band of the prediction is its 90 % interval."
-        yield Figure("step_time", "Step time", caption, self.label, "step time (ms)", tuple(series), marks=(*self.starts(one), *changes))  # fmt: skip
+        yield Figure("step_time", "Step time", caption, self.label, "step time (ms)", tuple(series), marks=(*self.starts(training_material), *changes))  # fmt: skip
 
 
 def _ms(row: Row, name: str) -> float | None:

@@ -178,7 +178,9 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
         return settle(trainer, batches=batches, between=between)
 
     monkeypatch.setattr(evaluation, "recompute_batch_norm_statistics", settling)
-    tuned(run, alone, FAST)
+    arms = (Arm(name="lbt"), Arm(name="fast", lr_factor=1.5, warmup_epochs=0.5))
+    monkeypatch.setattr(halving, "arms_of_training", lambda _spec, _batch: arms)
+    tuned(run, alone)
     assert settled == [auto_tune.SETTLING_STEPS] * 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]

@@ -14,7 +14,7 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.version import __version__
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 _SAME_DATE = (1980, 1, 1, 0, 0, 0)
 """Of all files, so that the same code makes the same archive."""
 

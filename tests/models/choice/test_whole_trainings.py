@@ -77,7 +77,9 @@ def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) 
 def one_by_one(found: Forecast, job: JobSpec, row: Prediction) -> tuple[float, float]:
     """Return the hours and the cost of a row, by ints and floats and the record of overheads."""
     gpus, spot = job.cluster.gpus_per_node, row.market == "spot"
-    at = found.trainings.beside.overheads_at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
+    at = found.trainings.overheads_model.overheads_at(
+        np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch])
+    )
     overheads = Overheads(
         startup=at.startup[0], eval_batch=at.eval_batch[0], eval_batch_size=at.eval_batch_size[0],
         checkpoint=at.checkpoint[0], refresh=at.refresh[0],

@@ -161,7 +161,7 @@ def test_node_hours_and_hours_are_the_sums_over_the_stages_and_their_starts() ->
         )
     model = forecast("cost", ramp=None)
     start = float(
-        model.trainings.beside.overheads_at(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0]
+        model.trainings.overheads_model.overheads_at(*(__import__("numpy").array([n]) for n in (8, 32, 256))).startup[0]
     )
     changes = len({*nodes, 8}) - 1
     longer = sum(a.steps * (a.step_time - b.step_time) for a, b in zip(grown.stages, same.stages, strict=True))

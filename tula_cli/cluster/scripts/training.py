@@ -19,7 +19,6 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models import claims, refresh
 from tula_cli.models.out_of_memory import batch_norm_limit, splits_of
 from tula_cli.models.resuming import NO_STEP_SEEN
-from tula_cli.models.time.changes import describe_level_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import (
     MAX_LINE,
@@ -544,6 +543,8 @@ class ScriptTraining:
 
     def check_step_time(self, pace: "ScriptLevelDetector", attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Say where steps have come to take another time."""
+        from tula_cli.models.time.changes import describe_level_change  # numpy: of use while a script trains alone
+
         beat = attempt.heartbeat(0)
         if beat is None or beat.lost is not None:
             return

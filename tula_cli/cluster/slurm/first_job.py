@@ -116,7 +116,7 @@ def _log_path(run: RunDir, id_: str) -> Path:
 
 def inspection_script(run: RunDir, spec: JobSpec) -> str:
     """Return what would be submitted, as text; touches nothing."""
-    from tula_cli.cluster.slurm.scheduler import ScriptWriter
+    from tula_cli.cluster.slurm.script import ScriptWriter
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
     require_plain_path(run.path)

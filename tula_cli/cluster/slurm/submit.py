@@ -82,7 +82,7 @@ def chain_name(run: RunDir, task: Task) -> str:
 
 def job_script(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
     """Return the script of one job."""
-    from tula_cli.cluster.slurm.scheduler import ScriptWriter  # submitit: of use to those who submit alone
+    from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
     require_plain_path(run.path)
     writer = ScriptWriter(run.submitit_dir, patience=folder_patience(task), python=job_python(task))

@@ -1,0 +1,72 @@
+"""submitit's executor as the writer of job scripts; tula submits them itself."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import submitit
+
+from tula_cli.cluster.chains import LONGEST_DELAY
+from tula_cli.cluster.scheduler import lines_to_open_log, log_word
+from tula_cli.cluster.slurm.queue import DELAYED, GAVE_UP, WAITS
+
+NULL_DEVICE = "/dev/null"
+
+
+class ScriptWriter(submitit.SlurmExecutor):
+    """A thin executor that writes submitit's script and calls no sbatch.
+
+    submitit's own submission has no time limit, passes an allocation's variables on, prints what sbatch says and cannot
+    take over a job that was accepted unheard. The two hooks used here are the ones that submitit's own executors override.
+
+    Args:
+        folder: of the logs.
+        patience: seconds for which the job waits for its folders.
+        python: the shell's command that starts Python; None for the interpreter that runs now.
+    """
+
+    def __init__(self, folder: Path, *, patience: int, python: str | None = None) -> None:
+        super().__init__(folder=folder, python=python)
+        self._patience = patience
+        self._interpreter = "" if python else sys.executable
+
+    def text(self, command: str | None = None) -> str:
+        """Return the script that sbatch is given, with the parameters set so far.
+
+        Args:
+            command: what srun starts; submitit, which calls what was left for it, where nothing is said.
+        """
+        options = self.parameters.get("additional_parameters") or {}
+        setup = self.parameters.get("setup") or []
+        # SLURM fails a job whose log it cannot open, so the script opens it.
+        self.update_parameters(
+            setup=[*self._open_log(options), *setup],
+            additional_parameters={"output": NULL_DEVICE, "error": NULL_DEVICE, **options},
+        )
+        return str(self._make_submission_file_text(command or self._submitit_command_str, ""))
+
+    def _open_log(self, options: Mapping[str, Any]) -> Sequence[str]:
+        """Return the lines that open the log; a comment among the options of sbatch is put back after a wait."""
+        comment = str(options.get("comment", ""))
+        job = 'scontrol update JobId="$SLURM_JOB_ID"'
+        pending = 'squeue --noheader --user="$(id -u)" --name="$SLURM_JOB_NAME" --states=PENDING --format=%i'
+        return lines_to_open_log(
+            log_word(Path(self.folder).absolute(), "$SLURM_JOB_ID", "0_log"),
+            folder=shlex.quote(str(options["chdir"])) if "chdir" in options else '"$SLURM_SUBMIT_DIR"',
+            patience=self._patience,
+            python=self._interpreter,
+            on_wait=[f'{job} Comment="{WAITS}: $tula_why"'],
+            on_give_up=[
+                f'{job} Comment="{GAVE_UP} after $tula_waited s: $tula_why"',
+                f"tula_next=$({pending} | sort -n | head -n 1)",
+                f'[ -z "$tula_next" ] || scontrol update JobId="$tula_next" StartTime=now+{LONGEST_DELAY}minutes'
+                + (
+                    ""
+                    if comment
+                    else f' Comment="{DELAYED} by {LONGEST_DELAY} min, because job $SLURM_JOB_ID gave up: $tula_why"'
+                ),
+            ],
+            on_resume=[f"{job} Comment={shlex.quote(comment)}"],
+        )

@@ -29,7 +29,8 @@ from replay_baselines import MODELS, Predictor
 from replay_data import MeasuredSet, Where, load
 
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.ramp.stage_nodes import Change, StageTimes, Worth
+from tula_cli.models.ramp.stage_nodes import Change, Worth
+from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.recommendations import StageSteps
 from tula_cli.spec.job import JobSpec

@@ -25,7 +25,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import UNPRICED, Pricing
 
 if TYPE_CHECKING:
-    from tula_cli.models.choice.grid import Floats
+    from tula_cli.models.choice.columns import Floats
     from tula_cli.models.overheads import OverheadColumns
 
 GB = 10**9
@@ -108,7 +108,7 @@ def count_work(
     """
     import numpy as np
 
-    from tula_cli.models.choice.grid import by_value
+    from tula_cli.models.choice.columns import by_value
 
     def evals(samples: int | None) -> Number:
         if samples is None or eval_batch_size is None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from tula_cli.errors import Infeasible
 from tula_cli.models import interruptions, power
-from tula_cli.models.choice.grid import Config, Flags, Ints, by_value, columns, configs, in_columns, places
+from tula_cli.models.choice.columns import Flags, Ints, by_value, columns, in_columns
+from tula_cli.models.choice.grid import Config, configs, places
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, found_at
 from tula_cli.models.memory import memory
@@ -28,7 +29,8 @@ from tula_cli.models.observations import (
 from tula_cli.models.out_of_memory import cannot_accumulate, rules_out, smallest_ruled_out, splits_of
 from tula_cli.models.overheads import OverheadModel, median_shutdown
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stage_nodes import StageTimes, Worth, change_costs
+from tula_cli.models.ramp.stage_nodes import Worth
+from tula_cli.models.ramp.stage_times import StageTimes, change_costs
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.models.time.stragglers import fit_with_stragglers

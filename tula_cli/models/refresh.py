@@ -9,7 +9,7 @@ from tula_cli.spec.ags import Every
 from tula_cli.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from tula_cli.models.choice.grid import Floats, Ints
+    from tula_cli.models.choice.columns import Floats, Ints
 
 
 def small_batch_size(spec: JobSpec, batch: int) -> int:
@@ -77,8 +77,8 @@ def refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.grid import apart as doublings
-    from tula_cli.models.choice.grid import by_value, nearest
+    from tula_cli.models.choice.columns import apart as doublings
+    from tula_cli.models.choice.columns import by_value, nearest
 
     refreshed = by_value(lambda one: has_separate_refreshes(spec, one), batch)
     if not refreshed.any():

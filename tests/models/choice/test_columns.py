@@ -1,6 +1,6 @@
 import numpy as np
 
-from tula_cli.models.choice.grid import apart, by_value, nearest
+from tula_cli.models.choice.columns import apart, by_value, nearest
 
 
 def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None:

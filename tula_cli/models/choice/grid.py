@@ -1,61 +1,13 @@
-"""The grid of configurations, and columns of values over it."""
+"""The grid of configurations: nodes, batches, and those that fit."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from tula_cli.errors import SpecError
 
-# --- Columns
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
-
-
-def columns(configs: "Sequence[Config]") -> tuple[Ints, Ints]:
-    """Return nodes and batches of configurations as arrays."""
-    return in_columns([(config.nodes, config.batch) for config in configs])
-
-
-def in_columns(those: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    """Return pairs of nodes and batch as arrays."""
-    found = np.array(those, dtype=np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
-
-
-def apart(known: Sequence[int], at: Ints | Floats) -> Floats:
-    """Return how many times the one is the other of each place and each of those that are known, shape (places, known)."""
-    one, other = at[:, None], np.asarray(known, dtype=float)[None, :]
-    found: Floats = np.maximum(one / other, other / one)
-    return found
-
-
-def nearest(*distances: Floats) -> Ints:
-    """Return for each row the column of the least distance, shape (n,); of equal ones by the next distance, then the first.
-
-    Args:
-        distances: in order of their weight, each of shape (n, m).
-    """
-    left = np.ones(distances[0].shape, dtype=bool)
-    for distance in distances:
-        here = np.where(left, distance, np.inf)
-        left &= here == here.min(axis=1, keepdims=True)
-    found: Ints = left.argmax(axis=1)
-    return found
-
-
-def by_value(of: Callable[[int], float], values: Ints) -> NDArray[Any]:
-    """Return what a function gives for each value, which it is asked once for: shape (n,)."""
-    distinct, where = np.unique(values, return_inverse=True)
-    found: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]
-    return found
-
-
-# --- The grid
+if TYPE_CHECKING:
+    from tula_cli.models.choice.columns import Ints
 
 Limit = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes where they share a model; None where nothing bounds it."""

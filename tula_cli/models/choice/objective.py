@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tula_cli.models.choice.grid import Flags, Floats, Ints
+from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import StepTimeFit

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_cli.models.choice.grid import Flags, Floats, Ints
+from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.run.records.recommendations import Prediction, SameProgress, TimeParts
 
 _NESTED = ("parts", "same_progress")

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.models import cost, power
-from tula_cli.models.choice.grid import Flags, Floats, Ints
+from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.offers import Offers, PartsColumns
 from tula_cli.models.interruptions import CheckpointSchedule
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import Probe
 from tula_cli.models.overheads import OverheadModel
 from tula_cli.models.power import PowerModel
-from tula_cli.models.ramp.stage_nodes import StageTimes
+from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import TrainedSteps

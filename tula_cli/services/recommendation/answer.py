@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tula_cli.models.choice.grid import Config, columns
+from tula_cli.models.choice.columns import columns
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory

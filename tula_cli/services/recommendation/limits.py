@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 
 from tula_cli.errors import SpecError, require_number, require_positive
-from tula_cli.models.choice.grid import Flags, Floats, Ints
+from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.models.choice.offers import Offers
 from tula_cli.plugins import nearest

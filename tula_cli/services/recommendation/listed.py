@@ -7,7 +7,7 @@ import numpy as np
 
 from tula_cli.errors import Infeasible
 from tula_cli.models import efficiency
-from tula_cli.models.choice.grid import Flags
+from tula_cli.models.choice.columns import Flags
 from tula_cli.models.choice.objective import Choice, Quantity, best_of_each_batch
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise

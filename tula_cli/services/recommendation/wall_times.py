@@ -7,7 +7,7 @@ import numpy as np
 
 from tula_cli.cluster.chains import MAX_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
-from tula_cli.models.choice.grid import Flags, Floats
+from tula_cli.models.choice.columns import Flags, Floats
 from tula_cli.models.choice.offers import Offers
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction

@@ -1,0 +1,222 @@
+"""The duration of the steps of a batch-size ramp (`train.ramp`): sum_k n_k t(N_k, B_k) in place of n t(N, B)."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.errors import SpecError
+from tula_cli.models.choice.columns import Flags, Floats, Ints, columns
+from tula_cli.models.choice.grid import Config, configs
+from tula_cli.models.cost import WorkCount
+from tula_cli.models.overheads import OverheadModel
+from tula_cli.models.ramp.by_noise import NoisePath
+from tula_cli.models.ramp.stage_nodes import (
+    Change,
+    Worth,
+    allowed_stage_nodes,
+    choose_stage_nodes,
+    describe_error,
+    nodes_named_by_stages,
+    ramp_on_nodes,
+    stage_refusal,
+    stages_on_nodes,
+)
+from tula_cli.models.ramp.stages import Ramp
+from tula_cli.models.time.steptime import Estimate
+from tula_cli.run.records.recommendations import Stage, StageSteps
+from tula_cli.spec.job import JobSpec
+
+
+def change_costs(overheads: OverheadModel, gpus_per_node: int, queue: float) -> Callable[[Config], Change]:
+    """Return what gives for a configuration what going on with its nodes takes: a start, and the wait for them (seconds)."""
+
+    @functools.cache
+    def change(config: Config) -> Change:
+        nodes, batch = columns([config])
+        overheads_here = overheads.overheads_at(nodes, batch // (nodes * gpus_per_node), batch)
+        return Change(float(overheads_here.startup[0]), queue)
+
+    return change
+
+
+@dataclass
+class StageTimes:
+    """The stages of each configuration, with their nodes and the times of their steps.
+
+    A stage whose own step time is not known is taken to have that of the training's batch, which is longer.
+    """
+
+    spec: JobSpec
+    dataset_size: int
+    predicted: Callable[[Sequence[Config]], Sequence[Estimate]]  # step times, all at once
+    why_unknown: Callable[[Config], str]  # why there is none; empty where there is
+    noise: NoisePath | None = None  # of the gradients
+    too_large: Callable[[Config], str] = lambda _: ""  # why a batch does not fit the memory; empty where it does
+    change: Callable[[Config], Change] = lambda _: Change(0.0)  # what going on with other nodes takes
+    by: Worth = "time"  # that the nodes of stages are chosen by
+    _known: dict[Config, tuple[StageSteps, ...]] = field(default_factory=dict)
+
+    def why_not(self, config: Config) -> str:
+        """Return why a configuration cannot be trained with the stages that the job names; empty where it can."""
+        try:
+            stages_on_nodes(
+                self._ramp(config).stages, nodes_named_by_stages(self.spec), spec=self.spec, nodes=config.nodes
+            )
+        except SpecError as error:
+            return describe_error(error)
+        return ""
+
+    def why_not_begun(self, config: Config) -> str:
+        """Return why a training cannot begin at a configuration; one after an out-of-memory may still come to it."""
+        return stage_refusal(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
+
+    def stages_at(self, config: Config) -> tuple[StageSteps, ...]:
+        """Return the stages of a configuration before it has its own batch, ascending; none where it always has."""
+        if self.spec.train.stages is None:
+            return ()
+        if config not in self._known:
+            self.work_out([config])
+        return self._known[config][:-1]
+
+    def work_out(self, configs: Sequence[Config]) -> None:
+        """Work out many configurations at once; `of` then knows them.
+
+        Raises:
+            SpecError: a stage that the job names does not divide, or they last as long as the training.
+        """
+        if self.spec.train.stages is None:
+            return
+        ramps = {config: self._ramp(config) for config in configs if config not in self._known}
+        options_by_config = {config: self._stage_options(config, ramp) for config, ramp in ramps.items()}
+        distinct_options = sorted(
+            {option for of_config in options_by_config.values() for options in of_config for option in options},
+            key=lambda option: (option.nodes, option.batch),
+        )
+        times = dict(zip(distinct_options, self.predicted(distinct_options), strict=True)) if distinct_options else {}
+        for config, ramp in ramps.items():
+            steps = ramp.remaining_steps(size=self.dataset_size, epochs=self.spec.train.epochs_at_most)
+            shares = ramp.shares(self.dataset_size * self.spec.train.epochs_at_most)
+            stages = self._stages(config, options_by_config[config], steps, times)
+            self._known[config] = tuple(stage.model_copy(update={"share": shares[stage.batch]}) for stage in stages)
+
+    def _stage_options(self, config: Config, ramp: Ramp) -> list[list[Config]]:
+        """Return where each stage may run."""
+        return [
+            [Config(nodes, batch) for nodes in self._nodes_of_stage(config, batch)]
+            for batch in dict.fromkeys(stage.batch for stage in ramp.stages)
+        ]
+
+    def _nodes_of_stage(self, config: Config, batch: int) -> Sequence[int]:
+        named_nodes = nodes_named_by_stages(self.spec).get(batch)
+        if batch == config.batch or self.spec.train.ramp_nodes == "same" or named_nodes is not None:
+            return [named_nodes or config.nodes]
+        counts = allowed_stage_nodes(self.spec, batch, nodes=config.nodes)
+        if config.nodes in counts and self.why_unknown(Config(config.nodes, batch)):
+            return [config.nodes]  # what other nodes would save is not known
+        fitting = [
+            count
+            for count in counts
+            if count == config.nodes or not (self.why_unknown(at := Config(count, batch)) or self.too_large(at))
+        ]
+        return fitting or counts[:1]
+
+    def _stages(
+        self,
+        config: Config,
+        places: Sequence[Sequence[Config]],
+        steps: Mapping[int, int],
+        times: Mapping[Config, Estimate],
+    ) -> tuple[StageSteps, ...]:
+        """Return the stages on the nodes that they are worth."""
+        seconds = [
+            {at.nodes: count * self._time(config, at, times).seconds for at in options}
+            for options, count in zip(places, steps.values(), strict=True)
+        ]
+        nodes = choose_stage_nodes(seconds, self.change(config), by=self.by)
+        return tuple(
+            self._stage(config, Config(count, batch), number, times)
+            for count, (batch, number) in zip(nodes, steps.items(), strict=True)
+        )
+
+    def _stage(self, config: Config, option: Config, steps: int, times: Mapping[Config, Estimate]) -> StageSteps:
+        time, has_all_nodes = self._time(config, option, times), option.nodes == config.nodes
+        return StageSteps(
+            batch=option.batch,
+            steps=steps,
+            step_time=time.seconds,
+            step_low=time.low,
+            step_high=time.high,
+            nodes=None if has_all_nodes else option.nodes,
+        )
+
+    def _time(self, config: Config, option: Config, times: Mapping[Config, Estimate]) -> Estimate:
+        return times[config if self.why_unknown(option) else option]
+
+    def fits_mask(self, nodes: Ints, batch: Ints) -> Flags:
+        """Return of which configurations, shape (n,), `why_not_a_row` has nothing to say."""
+        if not isinstance(self.spec.train.stages, list):
+            return np.ones(len(nodes), dtype=bool)
+        return np.array([not self.why_not(config) for config in configs(nodes, batch)], dtype=bool)
+
+    def can_begin_mask(self, nodes: Ints, batch: Ints) -> Flags:
+        """Return of which configurations, shape (n,), `stage_refusal` has nothing to say."""
+        if self.spec.train.stages in (None, "auto", "noise"):
+            return np.ones(len(nodes), dtype=bool)
+        return np.array([not self.why_not_begun(config) for config in configs(nodes, batch)], dtype=bool)
+
+    def stages_column(self, nodes: Ints, batch: Ints) -> NDArray[np.object_]:
+        """Return the stages of configurations, shape (n,), as `of` has them; None where there are none."""
+        column = np.full(len(nodes), None, dtype=object)
+        if self.spec.train.stages is not None:
+            for index, config in enumerate(configs(nodes, batch)):
+                column[index] = self.stages_at(config) or None
+        return column
+
+    def count_equivalent_work(self, nodes: Ints, batch: Ints, work: WorkCount) -> WorkCount:
+        """Return the work of configurations with their steps counted in those of their own batches, which take as long."""
+        if self.spec.train.stages is None:
+            return work
+        configurations = configs(nodes, batch)
+        self.work_out(configurations)
+        changes = np.array([len(self._node_counts(config)) - 1 for config in configurations])
+        queue = np.array([self.change(config).queue for config in configurations])
+        steps = np.array([self._equivalent_steps(config) / work.epochs for config in configurations])
+        return replace(work, steps=steps, changes=changes, queued=changes * queue)
+
+    def unused_node_hours(self, nodes: Ints, batch: Ints) -> Floats:
+        """Return the node-hours, shape (n,), that trainings take less than all their hours on all their nodes."""
+        node_hours = np.zeros(len(nodes))
+        if self.spec.train.stages is not None:
+            for index, config in enumerate(configs(nodes, batch)):
+                node_hours[index] = self._unused_node_hours(config) / 3600
+        return node_hours
+
+    def _unused_node_hours(self, config: Config) -> float:
+        self.stages_at(config)
+        counts, change = self._node_counts(config), self.change(config)
+        steps = sum(
+            (config.nodes - stage.nodes) * stage.steps * stage.step_time
+            for stage in self._known[config]
+            if stage.nodes is not None
+        )
+        starts = sum(config.nodes - count for count in counts) * change.start
+        return steps + starts + (len(counts) - 1) * config.nodes * change.queue
+
+    def _node_counts(self, config: Config) -> list[int]:
+        """Return the numbers of nodes that a training has, one after the other."""
+        return sorted({stage.nodes or config.nodes for stage in self._known[config]})
+
+    def _equivalent_steps(self, config: Config) -> float:
+        stages, last_stage = self._known[config], self._known[config][-1]
+        return sum(stage.steps * stage.step_time for stage in stages) / last_stage.step_time
+
+    def stage_positions(self, config: Config) -> tuple[Stage, ...]:
+        """Return where a training at a configuration comes to which batch; none where that does not grow."""
+        return () if self.spec.train.stages is None else self._ramp(config).stages
+
+    def _ramp(self, config: Config) -> Ramp:
+        size = self.dataset_size
+        return ramp_on_nodes(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=size, noise=self.noise)

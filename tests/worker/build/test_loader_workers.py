@@ -14,7 +14,7 @@ RANK = """if True:
     import re, sys, time
     from torch.utils.data import Dataset
     from tula_cli.host import devices
-    from tula_cli.worker.build.data import fixed_loader
+    from tula_cli.worker.build.data import build_fixed_loader
 
     class Slow(Dataset):  # a batch takes minutes
         def __len__(self):
@@ -26,7 +26,7 @@ RANK = """if True:
 
     devices.DEVICE_FILES[:] = [re.escape(sys.argv[1])]
     device = open(sys.argv[1])  # stands for /dev/nvidia0: CUDA has opened it before the loader forks
-    batches = iter(fixed_loader(Slow(), [(0, index) for index in range(16)], batch=2, workers=2))
+    batches = iter(build_fixed_loader(Slow(), [(0, index) for index in range(16)], batch=2, workers=2))
     next(batches), next(batches)
     print(*[worker.pid for worker in batches._workers], flush=True)
     time.sleep(60)

@@ -10,8 +10,8 @@ import numpy as np
 
 from tula_cli.errors import Infeasible
 from tula_cli.models import interruptions, power
-from tula_cli.models.choice.columns import Flags, Ints, by_value, columns, in_columns
-from tula_cli.models.choice.grid import Config, configs, places
+from tula_cli.models.choice.columns import Flags, Ints, by_value, columns, configs, in_columns
+from tula_cli.models.choice.grid import Config, places
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, found_at
 from tula_cli.models.memory import memory

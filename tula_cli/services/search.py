@@ -154,7 +154,7 @@ def _select_weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Predict
     """
     import numpy as np
 
-    from tula_cli.models.choice.grid import configs
+    from tula_cli.models.choice.columns import configs
     from tula_cli.models.choice.objective import best_few
 
     rows = forecast.table(*forecast.known_candidates()).ordered()

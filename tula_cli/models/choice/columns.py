@@ -13,15 +13,20 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def columns(configs: "Sequence[Config]") -> tuple[Ints, Ints]:
+def columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
     """Return nodes and batches of configurations as arrays."""
     return in_columns([(config.nodes, config.batch) for config in configs])
 
 
-def in_columns(those: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+def configs(nodes: Ints, batch: Ints) -> list[Config]:
+    """Return configurations of arrays, shape (n,)."""
+    return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
+
+
+def in_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     """Return pairs of nodes and batch as arrays."""
-    found = np.array(those, dtype=np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    pairs_array = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return pairs_array[:, 0], pairs_array[:, 1]
 
 
 def apart(known: Sequence[int], at: Ints | Floats) -> Floats:

@@ -91,8 +91,8 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
 
 def tells(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
     """Return whether rows have the metrics that `until` and `best` ask for; a metric may have come later."""
-    asked = {train.goal, train.best_checkpoint.metric} - {"auto"}
-    return all(any(not math.isnan(_values(row).get(name, math.nan)) for row in rows) for name in asked)
+    named_metrics = {train.goal, train.best_checkpoint.metric} - {"auto"}
+    return all(any(not math.isnan(_values(row).get(name, math.nan)) for row in rows) for name in named_metrics)
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, float]:

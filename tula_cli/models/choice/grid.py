@@ -2,12 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tula_cli.errors import SpecError
-
-if TYPE_CHECKING:
-    from tula_cli.models.choice.columns import Ints
 
 Limit = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes where they share a model; None where nothing bounds it."""
@@ -84,7 +81,7 @@ def places(
         max_local_batch: largest batch that fits one GPU; None where memory sets no bound.
         accumulate: micro-batches an optimizer step; the local batch must divide by it.
     """
-    found, sizes = [], batches(min_batch, max_batch)
+    feasible, sizes = [], batches(min_batch, max_batch)
     for count in sorted(set(nodes)):
         world, most = count * gpus_per_node, on_nodes(max_local_batch, count)
         for batch in sizes:
@@ -92,10 +89,5 @@ def places(
                 continue
             if most is not None and batch // world > most:
                 continue
-            found.append((count, batch))
-    return found
-
-
-def configs(nodes: "Ints", batch: "Ints") -> list[Config]:
-    """Return configurations of arrays, shape (n,)."""
-    return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
+            feasible.append((count, batch))
+    return feasible

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.columns import Flags, Floats, Ints, columns
-from tula_cli.models.choice.grid import Config, configs
+from tula_cli.models.choice.columns import Flags, Floats, Ints, columns, configs
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.cost import WorkCount
 from tula_cli.models.overheads import OverheadModel
 from tula_cli.models.ramp.by_noise import NoisePath

@@ -401,19 +401,13 @@ def build_train_loader(
         return DataLoader(
             StreamBatches(dataset, batches, collate),
             batch_size=None,
-            num_workers=workers,
-            prefetch_factor=PREFETCH_FACTOR if workers else None,
-            pin_memory=pin,
-            worker_init_fn=_worker_start() if workers else None,
+            **_worker_options(workers, pin=pin),
         )
     return DataLoader(
         dataset,
         batch_sampler=batches,
         collate_fn=collate,
-        num_workers=workers,
-        prefetch_factor=PREFETCH_FACTOR if workers else None,
-        pin_memory=pin,
-        worker_init_fn=_worker_start() if workers else None,
+        **_worker_options(workers, pin=pin),
     )
 
 
@@ -435,11 +429,8 @@ def build_eval_loader(
             EvaluationBatches(dataset, rank=rank, world=world, batch=batch, collate=collate),
             batch_size=None,
             generator=torch.Generator(),
-            num_workers=workers,
-            prefetch_factor=PREFETCH_FACTOR if workers else None,
-            pin_memory=pin,
+            **_worker_options(workers, pin=pin),
             persistent_workers=workers > 0,
-            worker_init_fn=_worker_start() if workers else None,
         )
     return DataLoader(
         dataset,
@@ -447,12 +438,19 @@ def build_eval_loader(
         sampler=range(rank, size, world),
         collate_fn=collate,
         generator=torch.Generator(),  # its own: the process's generator stays as it is
-        num_workers=workers,
-        prefetch_factor=PREFETCH_FACTOR if workers else None,
-        pin_memory=pin,
+        **_worker_options(workers, pin=pin),
         persistent_workers=workers > 0,
-        worker_init_fn=_worker_start() if workers else None,
     )
+
+
+def _worker_options(workers: int, *, pin: bool) -> dict[str, Any]:
+    """Return the options of a loader that follow from its number of worker processes."""
+    return {
+        "num_workers": workers,
+        "prefetch_factor": PREFETCH_FACTOR if workers else None,
+        "pin_memory": pin,
+        "worker_init_fn": _worker_start() if workers else None,
+    }
 
 
 def build_fixed_loader(
@@ -464,9 +462,7 @@ def build_fixed_loader(
         batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
         collate_fn=collate,
         generator=torch.Generator(),
-        num_workers=workers,
-        prefetch_factor=PREFETCH_FACTOR if workers else None,
-        worker_init_fn=_worker_start() if workers else None,
+        **_worker_options(workers, pin=False),
     )
 
 

@@ -1243,7 +1243,7 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
             return app._their_line(error.__traceback__)
 
     assert where(space["ask"]) == f"{own}, line 2"
-    assert where(lambda: space["call"](lambda: app._usage(None))) == ""
+    assert where(lambda: space["call"](lambda: app._usage(None, []))) == ""
 
 
 @pytest.mark.parametrize("words", ["--help", "status", "status --json"])

@@ -145,7 +145,7 @@ def _run(arguments: Sequence[str], screen: Screen) -> int:
     except typer.Exit as error:
         return error.exit_code
     except USAGE_ERROR as error:
-        return _failed(screen, _usage(error))
+        return _failed(screen, _usage(error, arguments))
     except OSError as error:
         known = _of_machine(error)
         if known is None:
@@ -198,7 +198,7 @@ def _discard_unwritable() -> None:
             _discard(stream)
 
 
-def _usage(error: Any) -> SpecError:
+def _usage(error: Any, arguments: Sequence[str]) -> SpecError:
     """Return click's complaint about the arguments as an error of ours."""
     path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
     message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
@@ -209,7 +209,7 @@ def _usage(error: Any) -> SpecError:
         return SpecError(f"{path} has no option {option} any more", hint)
     names = getattr(getattr(error, "param", None), "opts", ())
     for (command, name, value), hint in REMOVED_VALUES.items():
-        if command == path and name in names and repr(value) in message:
+        if command == path and name in names and {value, f"{name}={value}"} & set(arguments):
             return SpecError(f"{path} {name} has no value {value} any more", hint)
     return SpecError(message, f"{path} --help shows what it takes")
 

@@ -50,8 +50,9 @@ def facts(folder: Path, name: str) -> list[object]:
 def test_shares_train_what_copies_do(shares: Path) -> None:
     for found in facts(shares, "trained_alike"):
         assert isinstance(found, dict) and found.keys() == KINDS.keys()
-        # torch's Muon multiplies in bfloat16, and shares in another order; clipping by the norm of all shares adds rounding
-        limits = {"muon": 1e-2, "ramp": 5e-5, "clipped ramp": 5e-5}
+        # torch's Muon multiplies in bfloat16, and shares in another order; clipping by the norm of all shares adds rounding;
+        # orthogonalised steps add some that depends on the CPU (1.4e-5 on one of them)
+        limits = {"muon": 1e-2, "ramp": 2e-5, "clipped ramp": 5e-5}
         for kind, differences in found.items():
             assert max(differences) < limits.get(kind, 1e-5), found
 

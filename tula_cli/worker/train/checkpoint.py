@@ -1,6 +1,6 @@
 """Checkpoints: named by samples seen, written whole by rank 0, read with weights_only.
 
-Of a model in shares (`train.parallel: fsdp`) they are folders, which all ranks write and read (`parallel/saved_shares.py`).
+Of a model in shares (`train.parallel: fsdp`) they are folders, which all ranks write and read (`parallel/sharded_checkpoint.py`).
 """
 
 import json

@@ -72,8 +72,8 @@ def init(
     gpus = devices.gpu_count()
     if command is None and script is None:
         text = job_from_template(kind, offered, gpus=gpus)
-        told: list[str] = [f"wrote {output}; next: tula check {output}"]
-        found: dict[str, object] = {}
+        lines: list[str] = [f"wrote {output}; next: tula check {output}"]
+        data: dict[str, object] = {}
         line = describe_training_method(validate(parse_yaml(text, source=str(output)), source=str(output)))
     else:
         source = "" if script is None else _read_script(script)
@@ -85,7 +85,7 @@ def init(
 
         made = _asking(screen, make)
         text = made.text
-        found, told = show_check.describe_proposal(made, output)
+        data, lines = show_check.describe_proposal(made, output)
         default, reason = default_train(made.recognised.script["command"])
         line = describe_method(default["method"], None, reason)
         warn_all(screen, made.warnings)
@@ -93,7 +93,7 @@ def init(
     if kind == "slurm":
         screen.note(show_check.describe_site(offered))
     screen.note(line)
-    screen.answer({"path": output, "kind": kind, "site": offered, "method_line": line, **found}, told)
+    screen.answer({"path": output, "kind": kind, "site": offered, "method_line": line, **data}, lines)
     return None
 
 

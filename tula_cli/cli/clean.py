@@ -46,9 +46,9 @@ def clean(
     run_spaces = service.measure_runs(
         _runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long
     )
-    if named and (left := next((run_space for run_space in run_spaces if run_space.kept), None)):
-        told = f"{left.id}: {left.kept}; nothing was freed"
-        raise Pending(told, "tula cancel ends its jobs; or leave it out") if left.lives else BadMeasurements(told)
+    if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
+        told = f"{kept_run.id}: {kept_run.kept}; nothing was freed"
+        raise Pending(told, "tula cancel ends its jobs; or leave it out") if kept_run.lives else BadMeasurements(told)
     if dry_run or not any(run_space.holdings for run_space in run_spaces):
         shown = (
             show_clean.render_spaces(run_spaces, width=screen.width)
@@ -80,10 +80,10 @@ def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[Run
         if root != RUNS and not root.is_dir():
             raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
         every = RunDir.all(root.absolute())
-        own = [run for run in every if not owner.other_owner(run.path)]
-        if len(own) < len(every):
-            screen.note(f"{len(every) - len(own)} of {len(every)} runs are other users', and left out")
-        return own
+        owned_runs = [run for run in every if not owner.other_owner(run.path)]
+        if len(owned_runs) < len(every):
+            screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs are other users', and left out")
+        return owned_runs
     found = {(run := find_run(screen, one, root)).path.resolve(): run for one in named}
     for run in found.values():
         run_format.require_known_format(run.path)

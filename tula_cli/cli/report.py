@@ -81,8 +81,8 @@ def _forms(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
     Raises:
         SpecError: there are several.
     """
-    asked = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
-    forms = [name for name, wanted in asked.items() if wanted]
+    text_forms = {"--markdown": markdown, "--latex": latex, "--csv -": csv == Path("-")}
+    forms = [name for name, wanted in text_forms.items() if wanted]
     if len(forms) > 1:
         raise SpecError(f"{' and '.join(forms)}: both go to stdout", "ask for one of them a call")
     return forms[0] if forms else None

@@ -56,8 +56,8 @@ def list_(screen: Screen, root: Root = RUNS) -> None:
 
     if root != RUNS and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
-    if told := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
-        screen.note(told)
+    if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
+        screen.note(left_out)
     run_summaries = listing.list_runs(root.absolute())
     screen.answer(
         run_summaries,

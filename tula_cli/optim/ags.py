@@ -413,8 +413,8 @@ def _shared_gradients(
         value = loss(max(1, counts[rank])) * weight
         return value if scaler is None else scaler.scale(value)
 
-    found = sharded_gradients(weighted, model)
-    grads = [found.get(p) for p in params]
+    sharded = sharded_gradients(weighted, model)
+    grads = [sharded.get(p) for p in params]
     return grads if scaler is None or not scaler.is_enabled() else _unscaled(grads, scaler)
 
 

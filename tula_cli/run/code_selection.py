@@ -71,9 +71,9 @@ def repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]
     commit = _run_git(base, "rev-parse", "--verify", "HEAD").strip()
     if not commit:
         return "", False, ""
-    asked = [f":(literal){path}" for path in _paths_in_repository(base, paths)]
-    dirty = bool(_run_git(base, "status", "--porcelain", "--", *asked).strip())
-    diff = _diff(base, asked)
+    pathspecs = [f":(literal){path}" for path in _paths_in_repository(base, paths)]
+    dirty = bool(_run_git(base, "status", "--porcelain", "--", *pathspecs).strip())
+    diff = _diff(base, pathspecs)
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n[cut: {len(diff) - MAX_DIFF} more characters]\n"
     return commit, dirty, diff

@@ -27,20 +27,20 @@ def disk_statistics(folder: Path) -> os.statvfs_result | None:
     return None
 
 
-def free_bytes(found: os.statvfs_result) -> int:
+def free_bytes(statistics: os.statvfs_result) -> int:
     """Return the bytes that this user may still write."""
-    return found.f_bavail * found.f_frsize
+    return statistics.f_bavail * statistics.f_frsize
 
 
 def describe_free_space(folder: Path) -> str:
     """Return what is free where a folder is, in words; empty where nobody tells."""
-    found = disk_statistics(folder)
-    if found is None:
+    statistics = disk_statistics(folder)
+    if statistics is None:
         return ""
-    if found.f_files and not found.f_favail:
-        return f"no more files, of {found.f_files}, can be made on the file system of {folder}"
-    total = words.amount(found.f_blocks * found.f_frsize)
-    return f"{words.amount(free_bytes(found))} of {total} are free on the file system of {folder}"
+    if statistics.f_files and not statistics.f_favail:
+        return f"no more files, of {statistics.f_files}, can be made on the file system of {folder}"
+    total = words.amount(statistics.f_blocks * statistics.f_frsize)
+    return f"{words.amount(free_bytes(statistics))} of {total} are free on the file system of {folder}"
 
 
 def file_size(path: Path) -> int:
@@ -59,8 +59,8 @@ def missing_bytes(folder: Path, needed: int = MIN_FREE_BYTES) -> int:
     It is tried: no call tells a quota. The file is given its blocks and removed, and nothing is written into it where the
     file system knows how to do that.
     """
-    found = disk_statistics(folder)
-    if found is not None and free_bytes(found) < needed:
+    statistics = disk_statistics(folder)
+    if statistics is not None and free_bytes(statistics) < needed:
         return errno.ENOSPC
     try:
         handle, name = tempfile.mkstemp(prefix=".room.", dir=folder)

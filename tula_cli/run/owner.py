@@ -84,11 +84,11 @@ def ownership_error(path: Path, *, change: bool = False) -> NotYours | None:
 def describe_left_out_runs(folders: Iterable[Path]) -> str:
     """Say which of these folders are not looked into, since their users alone may; empty where there are none."""
     closed = [folder for folder in folders if not _has_access(folder, os.X_OK) and folder.is_dir()]
-    found = [whose for folder in closed if (whose := other_owner(folder))]
-    if not found:
+    owners = [whose for folder in closed if (whose := other_owner(folder))]
+    if not owners:
         return ""
-    runs = "a run" if len(found) == 1 else f"{len(found)} runs"
-    return f"left out: {runs} of {', '.join(sorted(set(found)))}, not open to you"
+    runs = "a run" if len(owners) == 1 else f"{len(owners)} runs"
+    return f"left out: {runs} of {', '.join(sorted(set(owners)))}, not open to you"
 
 
 def _ownership_error(path: Path, whose: str, what: str) -> NotYours:

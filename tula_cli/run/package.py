@@ -29,10 +29,10 @@ def _package_code() -> Mapping[str, bytes]:
 
 @functools.cache
 def _archive_name() -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, content in _package_code().items():
-        found.update(f"{name}\0{len(content)}\0".encode() + content)
-    return f"tula-{__version__}-{found.hexdigest()[:8]}.zip"
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    return f"tula-{__version__}-{digest.hexdigest()[:8]}.zip"
 
 
 def package_archive(run: Path) -> Path | None:
@@ -60,8 +60,8 @@ def keep_package(run: Path) -> Path | None:
 
 def prepend_to_path(place: Path | None, path: str = "") -> str:
     """Return PYTHONPATH with an archive first; where that is gone when a job starts, what is installed by then is imported."""
-    found = [*([str(place)] if place is not None else []), *filter(None, path.split(os.pathsep))]
-    return os.pathsep.join(dict.fromkeys(found))
+    entries = [*([str(place)] if place is not None else []), *filter(None, path.split(os.pathsep))]
+    return os.pathsep.join(dict.fromkeys(entries))
 
 
 def shell_lines(run: Path) -> list[str]:
@@ -87,5 +87,5 @@ def describe_upgrade(job: Job | None, ran_with: str) -> str:
 def list_upgrades(look: Snapshot) -> tuple[str, ...]:
     """Return the same of each job of a run, by its newest attempt."""
     newest: dict[str, Attempt] = {job.id: attempts[-1] for job in look.jobs if (attempts := look.attempts_of(job.id))}
-    told = (describe_upgrade(job, newest[job.id].tula) for job in look.jobs if job.id in newest)
-    return tuple(filter(None, told))
+    messages = (describe_upgrade(job, newest[job.id].tula) for job in look.jobs if job.id in newest)
+    return tuple(filter(None, messages))

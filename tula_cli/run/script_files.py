@@ -278,26 +278,26 @@ def select_script_files(script: Script, workdir: Path, *, path: Sequence[str] | 
     """
     home, path = workdir.resolve(), sys.path[1:] if path is None else path
     words = split_command(script.command)
-    found = find_program(words, home, path=path) if script.code == "snapshot" else None
-    if found is None:
+    program = find_program(words, home, path=path) if script.code == "snapshot" else None
+    if program is None:
         return Selection(home, (), (), (), (), exact=True)
-    base, listed, beyond = _list_files(found, home, path)
-    own = _own_files(found, base, listed)
-    keys = [file for file in own if is_key_file(file) and file != found.file]
-    copied, left_out = _bounded_files(found, base, {file: listed[file] for file in own if file not in keys})
-    named, start = _files_named(words, home), found.file.relative_to(base).as_posix()
+    base, listed, beyond = _list_files(program, home, path)
+    own_files = _own_files(program, base, listed)
+    keys = [file for file in own_files if is_key_file(file) and file != program.file]
+    copied, left_out = _bounded_files(program, base, {file: listed[file] for file in own_files if file not in keys})
+    named, start = _files_named(words, home), program.file.relative_to(base).as_posix()
     modules = [
-        file for file in copied if file == found.file or _belongs_to_code(file, tracked=listed[file], named=named)
+        file for file in copied if file == program.file or _belongs_to_code(file, tracked=listed[file], named=named)
     ]
     return Selection(
         base,
-        _source_roots(found, home, path, base, copied),
+        _source_roots(program, home, path, base, copied),
         tuple(sorted(modules)),
         tuple(sorted({*copied} - {*modules})),
         (*left_out, *beyond),
         keys=tuple(keys),
         start=start,
-        program="" if found.module else start,
+        program="" if program.module else start,
         exact=True,
     )
 

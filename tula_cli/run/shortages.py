@@ -45,12 +45,12 @@ _NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded): '(/[^'\n]
 
 def measure_shortage(folder: Path, *, needed: int | None = None, quota: bool = False) -> Shortage:
     """Return what the file system of a folder has now, as statvfs tells it."""
-    found = disk_statistics(folder)
+    statistics = disk_statistics(folder)
     return Shortage(
         folder=str(folder),
-        free=0 if found is None else free_bytes(found),
-        total=0 if found is None else found.f_blocks * found.f_frsize,
-        files_free=None if found is None or not found.f_files else found.f_favail,
+        free=0 if statistics is None else free_bytes(statistics),
+        total=0 if statistics is None else statistics.f_blocks * statistics.f_frsize,
+        files_free=None if statistics is None or not statistics.f_files else statistics.f_favail,
         needed=needed,
         quota=quota,
     )
@@ -73,7 +73,7 @@ def parse_shortage(text: str, folders: Iterable[Path]) -> Shortage:
     quota = "quota" in text.lower()
     if named := _NAMED.search(text):
         return measure_shortage(Path(named[1] or named[2]).parent, quota=quota)
-    return min((measure_shortage(folder, quota=quota) for folder in folders), key=lambda found: found.free)
+    return min((measure_shortage(folder, quota=quota) for folder in folders), key=lambda shortage: shortage.free)
 
 
 def describe_shortage(shortage: Shortage) -> str:
@@ -90,7 +90,7 @@ def describe_shortage(shortage: Shortage) -> str:
 def remaining_shortage(shortage: Shortage) -> Shortage | None:
     """Return what is missing now where the disk was full before; None where there is room again."""
     folder = Path(shortage.folder)
-    place = next((one for one in (folder, *folder.parents) if one.is_dir()), folder)
+    place = next((parent for parent in (folder, *folder.parents) if parent.is_dir()), folder)
     needed = max(shortage.needed or 0, 0) + 2**16
     return (
         measure_shortage(folder, needed=shortage.needed, quota=shortage.quota) if missing_bytes(place, needed) else None

@@ -111,7 +111,7 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
 
 def _lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
     """One row a length of text: what is measured, and what memory holds as it is estimated."""
-    byte, unit = size_unit(max((max(one.memory, default=0) for one in planned_lengths), default=None))
+    byte, unit = size_unit(max((max(length.memory, default=0) for length in planned_lengths), default=None))
     columns = [
         f"length\non {plural(planned_lengths[0].nodes)}",
         "global batches",
@@ -119,10 +119,10 @@ def _lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
         f"memory there\n({unit}/GPU)",
     ]
     made = table(columns, left=(1, 3))
-    for one in planned_lengths:
-        memory = " ".join(size(value, byte) for value in one.memory) or "-"
-        largest = "-" if one.largest_batch is None else str(one.largest_batch)
-        made.add_row(f"{one.length}{' (own)' if one.own else ''}", listed(one.batches) or "-", largest, memory)
+    for length in planned_lengths:
+        memory = " ".join(size(value, byte) for value in length.memory) or "-"
+        largest = "-" if length.largest_batch is None else str(length.largest_batch)
+        made.add_row(f"{length.length}{' (own)' if length.own else ''}", listed(length.batches) or "-", largest, memory)
     return made
 
 
@@ -173,12 +173,12 @@ def describe_site(site: "Site | None") -> str:
 
 def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
     """Return what was recognised of a command and what was not, for the envelope and a line each."""
-    spans, found = made.placeholders, made.recognised
+    spans, proposal = made.placeholders, made.recognised
     rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
     width = max((len(was) for was, _ in rows), default=0)
-    lines = [f"understood: {found.summary}", *(f"{written}: {meaning}" for written, meaning in found.sources)]
-    lines += [f"{' '.join(found.wrapper)}: kept before each rank"] * bool(found.wrapper)
-    lines += [f"left out: {text}" for text in found.left_out]
+    lines = [f"understood: {proposal.summary}", *(f"{written}: {meaning}" for written, meaning in proposal.sources)]
+    lines += [f"{' '.join(proposal.wrapper)}: kept before each rank"] * bool(proposal.wrapper)
+    lines += [f"left out: {text}" for text in proposal.left_out]
     lines += [
         "",
         *(f"{was:<{width}}  ->  {now}" for was, now in rows),
@@ -190,14 +190,14 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
     data: dict[str, object] = {
         "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},
         "understood": {
-            "summary": found.summary,
-            "launch": found.script["launch"],
-            "nodes": found.nodes,
-            "processes_per_node": found.gpus_per_node or 1,
-            **{key: found.script.get(key) for key in ("reference", "length")},
-            "options": dict(found.sources),
-            "wrapper": found.wrapper,
-            "left_out": found.left_out,
+            "summary": proposal.summary,
+            "launch": proposal.script["launch"],
+            "nodes": proposal.nodes,
+            "processes_per_node": proposal.gpus_per_node or 1,
+            **{key: proposal.script.get(key) for key in ("reference", "length")},
+            "options": dict(proposal.sources),
+            "wrapper": proposal.wrapper,
+            "left_out": proposal.left_out,
         },
         "missing": made.missing,
         "complete": made.complete,
@@ -315,11 +315,11 @@ def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     name, more = near(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
     if config_drift.problem:
         return f"{name} cannot be used any more, so these are the run's own settings: {config_drift.problem}"
-    told = [
+    changes = [
         f"{key} {_shorten(now)} (here {_shorten(then)})"
         for key, (then, now) in list(config_drift.changes.items())[:_MAX_CHANGES_SHOWN]
     ]
-    words = ", ".join(told) + (f" and {more} more" if more > 0 else "")
+    words = ", ".join(changes) + (f" and {more} more" if more > 0 else "")
     return f"{name} says otherwise by now: {words}; {describe_file_use(config_drift, command)} takes what it says"
 
 

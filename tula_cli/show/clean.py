@@ -22,20 +22,20 @@ KIND_DESCRIPTIONS = {
 
 def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[RenderableType]":
     """A row a run and kind of what may go, and what follows from it."""
-    rows = [row for one in run_spaces for row in _space_rows(one)]
+    rows = [row for run_space in run_spaces for row in _space_rows(run_space)]
     yield from long_table(
         ("run", "last written", "holds", "may go", "number", "size"), rows, left=(0, 1, 3), width=width
     )
     yield ""
-    yield from (f"{one.id} is left as it is: {one.kept}" for one in run_spaces if one.kept)
-    for one in run_spaces:
-        if one.final:
+    yield from (f"{run_space.id} is left as it is: {run_space.kept}" for run_space in run_spaces if run_space.kept)
+    for run_space in run_spaces:
+        if run_space.final:
             yield (
-                f"{one.id}: {_describe_trainings(one.final)} cannot be resumed afterwards; the best weights stay and can be evaluated"
+                f"{run_space.id}: {_describe_trainings(run_space.final)} cannot be resumed afterwards; the best weights stay and can be evaluated"
             )
-        if one.compared:
-            yield f"{one.id}: {_describe_trainings(one.compared)} can neither be resumed nor evaluated afterwards; results stay"
-    freed, held = sum(one.size for one in run_spaces), sum(one.held for one in run_spaces)
+        if run_space.compared:
+            yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results stay"
+    freed, held = sum(run_space.size for run_space in run_spaces), sum(run_space.held for run_space in run_spaces)
     yield f"{amount(freed)} of {amount(held)} in {plural(len(run_spaces), 'run')} may go; results and metrics stay"
 
 

@@ -249,8 +249,8 @@ def evaluation(evaluated: "Evaluated") -> str:
     """Return the evaluation of a training's weights in one line."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
     name = evaluated.weights if evaluated.samples is not None else near(Path(evaluated.weights))
-    told = ", ".join(f"{metric} {number(value, 4)}" for metric, value in evaluated.metrics.items())
-    return f"{name}{at} on the {'test' if evaluated.test else 'validation'} set: {told}"
+    metrics_text = ", ".join(f"{metric} {number(value, 4)}" for metric, value in evaluated.metrics.items())
+    return f"{name}{at} on the {'test' if evaluated.test else 'validation'} set: {metrics_text}"
 
 
 def changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:

@@ -219,8 +219,10 @@ def summary(
         yield f"gradient scaling (of each {summary.scaled.apply_to}): {did}"
     if summary.tuning is not None and summary.tuning.chosen is not None:
         yield ""
-        beside = f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches beside the training"
-        yield f"tuned: {summary.tuning.chosen.name}, {beside}"
+        branches_text = (
+            f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches beside the training"
+        )
+        yield f"tuned: {summary.tuning.chosen.name}, {branches_text}"
         yield branches(summary.tuning.branches, summary.tuning.chosen.name)
     if summary.attempts > 1:
         yield ""

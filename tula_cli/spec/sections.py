@@ -387,11 +387,11 @@ class Train(Section):
             named(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)
         stopping = self.early_stopping
-        asked = {
+        requested = {
             "best_checkpoint.metric": self.best_checkpoint.metric,
             "early_stopping.metric": stopping.metric if stopping else "auto",
         }
-        for path, name in asked.items():
+        for path, name in requested.items():
             if name not in known:
                 raise ValueError(f"{path}: there is no metric {name!r}; {nearest(name, known) or ', '.join(known)}")
         has_target = stopping is not None and (stopping.at_least is not None or stopping.at_most is not None)

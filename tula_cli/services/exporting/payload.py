@@ -87,11 +87,13 @@ def environment(environment: Environment | None) -> dict[str, Scalar]:
         "system",
         "workers",
     )
-    told = {f"env.{name}": value for name in names if (value := getattr(environment, name)) not in (None, "")}
+    environment_values = {
+        f"env.{name}": value for name in names if (value := getattr(environment, name)) not in (None, "")
+    }
     variables = {
         f"env.{name}": value for name, value in environment.variables.items() if not may_be_secret(name, value)
     }
-    return {**told, "env.hosts": " ".join(environment.hosts), **variables}
+    return {**environment_values, "env.hosts": " ".join(environment.hosts), **variables}
 
 
 def environment_in(row: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -260,8 +262,8 @@ def of_training(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: s
 def _predicted(task: TrainTask) -> dict[str, float]:
     names = ("hours", "hours_low", "hours_high", "cost", "step_time", "kwh")
     prediction = task.prediction
-    told = {} if prediction is None else {f"predicted.{name}": getattr(prediction, name) for name in names}
-    return {name: value for name, value in told.items() if value is not None}
+    predicted_values = {} if prediction is None else {f"predicted.{name}": getattr(prediction, name) for name in names}
+    return {name: value for name, value in predicted_values.items() if value is not None}
 
 
 def _attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:

@@ -118,24 +118,24 @@ def wrap_lines(text: str, wide: float, most: int) -> list[str]:
 
     It is broken at spaces, and within words that are longer than a line.
     """
-    found = [""]
+    wrapped = [""]
     for word in remove_control_characters(text).split():
-        joined = f"{found[-1]} {word}".strip()
+        joined = f"{wrapped[-1]} {word}".strip()
         if text_width(joined) <= wide:
-            found[-1] = joined
+            wrapped[-1] = joined
             continue
-        if found[-1]:
-            found.append("")
+        if wrapped[-1]:
+            wrapped.append("")
         for letter in word:
-            if text_width(found[-1] + letter) > wide:
-                found.append("")
-            found[-1] += letter
-    if len(found) > most:
-        last = found[most - 1]
+            if text_width(wrapped[-1] + letter) > wide:
+                wrapped.append("")
+            wrapped[-1] += letter
+    if len(wrapped) > most:
+        last = wrapped[most - 1]
         while text_width(last) > wide - 1.6:
             last = last[:-1]
-        found = [*found[: most - 1], f"{last.rstrip()}…"]
-    return found
+        wrapped = [*wrapped[: most - 1], f"{last.rstrip()}…"]
+    return wrapped
 
 
 def fit_text(text: str, wide: float, most: int = 2) -> str:
@@ -161,28 +161,28 @@ def place_ticks(low: float, high: float, scale: str, *, most: int) -> list[float
         most: how many at most; at least 2.
     """
     if scale == "log2":
-        found = _power_ticks(low, high, 2.0, most)
+        ticks = _power_ticks(low, high, 2.0, most)
     elif scale == "log":
-        found = _decade_ticks(low, high, most)
+        ticks = _decade_ticks(low, high, most)
     else:
         return _linear_ticks(low, high, most)
-    return found if len(found) > 1 else _linear_ticks(low, high, min(most, 4))
+    return ticks if len(ticks) > 1 else _linear_ticks(low, high, min(most, 4))
 
 
 def fit_ticks(low: float, high: float, scale: str, *, length: float) -> list[float]:
     """Return as many `ticks` as have room for their words beside each other on an axis of `length` units."""
     for most in range(10 if scale == "log2" else 7, 2, -1):
-        found = place_ticks(low, high, scale, most=most)
-        if _thin_ticks(found, low, high, scale, length):
-            return found
+        ticks = place_ticks(low, high, scale, most=most)
+        if _thin_ticks(ticks, low, high, scale, length):
+            return ticks
     return place_ticks(low, high, scale, most=2)
 
 
-def _thin_ticks(found: Sequence[float], low: float, high: float, scale: str, length: float) -> bool:
+def _thin_ticks(ticks: Sequence[float], low: float, high: float, scale: str, length: float) -> bool:
     place: Callable[[float], float] = float if scale == "linear" else math.log
     per = length / (place(high) - place(low))
-    told = format_ticks(found, scale)
-    pairs = zip(zip(found, told, strict=True), zip(found[1:], told[1:], strict=True), strict=False)
+    labels = format_ticks(ticks, scale)
+    pairs = zip(zip(ticks, labels, strict=True), zip(ticks[1:], labels[1:], strict=True), strict=False)
     return all(
         per * (place(right) - place(left)) >= CHARACTER * (len(word) + len(next_word)) / 2 + _GAP
         for (left, word), (right, next_word) in pairs
@@ -209,8 +209,8 @@ def _power_ticks(low: float, high: float, base: float, most: int) -> list[float]
 def _decade_ticks(low: float, high: float, most: int) -> list[float]:
     for factors in ((1, 2, 5), (1, 3), (1,)):
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        found = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
-        shown = [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+        marks = [factor * 10.0**power for power in range(first, last + 1) for factor in factors]
+        shown = [value for value in marks if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
         if len(shown) <= most:
             return shown
     return _power_ticks(low, high, 10.0, most)
@@ -254,8 +254,8 @@ def format_short(value: float) -> str:
     if value and not 1e-4 <= abs(value) < 1e15:
         return _format_power(value)
     size, suffix = _tick_unit(abs(value))
-    told = f"{value / size:.4g}" if size > 1 or abs(value) < 1e3 else f"{value:.0f}"
-    return f"{told}{suffix}".replace("-", "−")
+    digits = f"{value / size:.4g}" if size > 1 or abs(value) < 1e3 else f"{value:.0f}"
+    return f"{digits}{suffix}".replace("-", "−")
 
 
 def _format_power(value: float) -> str:
@@ -342,12 +342,12 @@ def _is_drawable(value: float | None, scale: str) -> bool:
 
 def drawn_series(figure: Figure, places: Positions, looks: Mapping[str, int]) -> list[DrawnSeries]:
     """Return the series that have something to draw, in the looks that their names have, else by their places."""
-    found = []
+    shown_series = []
     for index, series in enumerate(figure.series):
-        one = _drawn_series_of(series, looks.get(series.name, index), places, figure.y_scale)
-        if any(one.known):
-            found.append(one)
-    return found
+        series_drawn = _drawn_series_of(series, looks.get(series.name, index), places, figure.y_scale)
+        if any(series_drawn.known):
+            shown_series.append(series_drawn)
+    return shown_series
 
 
 def _drawn_series_of(series: Series, index: int, places: Positions, scale: str) -> DrawnSeries:
@@ -456,28 +456,28 @@ def _error_lengths(drawn_series: DrawnSeries) -> list[list[float]]:
 
 def draw_bars(axes: "Axes", bars: Sequence[DrawnSeries]) -> list[Entry]:
     """Draw bars side by side and stacked ones on each other; return their lines of the legend."""
-    beside = [one for one in bars if one.style == "bars"]
-    stacked = [one for one in bars if one.style == "stacked"]
-    groups = len(beside) + bool(stacked)
+    grouped = [bar for bar in bars if bar.style == "bars"]
+    stacked = [bar for bar in bars if bar.style == "stacked"]
+    groups = len(grouped) + bool(stacked)
     wide = 0.8 / max(groups, 1)
-    found = []
-    for place, one in enumerate(beside):
+    entries = []
+    for place, bar in enumerate(grouped):
         shift = wide * (place - (groups - 1) / 2)
-        found.append(_draw_bar(axes, one, [x + shift for x in one.x], [0.0] * len(one.x), wide))
+        entries.append(_draw_bar(axes, bar, [x + shift for x in bar.x], [0.0] * len(bar.x), wide))
     reached: dict[tuple[float, bool], float] = {}
     stack = []
-    for one in stacked:
+    for bar in stacked:
         bottoms = []
-        for x, y in zip(one.x, one.y, strict=True):
+        for x, y in zip(bar.x, bar.y, strict=True):
             bottoms.append(reached.get((x, y < 0), 0.0))
             if not math.isnan(y):
                 reached[x, y < 0] = bottoms[-1] + y
-        stack.append((one, bottoms))
-    shift = wide * (len(beside) - (groups - 1) / 2)
+        stack.append((bar, bottoms))
+    shift = wide * (len(grouped) - (groups - 1) / 2)
     highest = max(map(abs, reached.values()), default=0.0)
-    for one, bottoms in stack:
-        found.append(_draw_bar(axes, one, [x + shift for x in one.x], bottoms, min(wide, 0.62), highest))
-    return found
+    for bar, bottoms in stack:
+        entries.append(_draw_bar(axes, bar, [x + shift for x in bar.x], bottoms, min(wide, 0.62), highest))
+    return entries
 
 
 def _draw_bar(
@@ -542,7 +542,7 @@ def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
     from matplotlib.patches import Patch, PathPatch
     from matplotlib.path import Path
 
-    found = []
+    entries = []
     for place, (low, high) in enumerate(itertools.pairwise(_LEVELS)):
         corners = [
             corner
@@ -555,10 +555,10 @@ def draw_density(axes: "Axes", density: Density, y_scale: str) -> list[Entry]:
             codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY] * (len(corners) // 5)
             look: dict[str, Any] = {"facecolor": LIGHT["s0"], "alpha": _SHADES[place], "linewidth": 0}
             axes.add_patch(PathPatch(Path(corners, codes), zorder=2, **look))
-            found.append(
+            entries.append(
                 Entry(Patch(**look), f"{100 * low:g} to {100 * high:g} %" if low else f"under {100 * high:g} %")
             )
-    return found
+    return entries
 
 
 def _cell_corners(x: Sequence[float], y: Sequence[float], y_scale: str) -> list[tuple[float, float]]:
@@ -588,19 +588,19 @@ def scale_x(axes: "Axes", figure: Figure, places: Positions) -> float:
         axes.set_xlim(*_pad_range(low, high, places.scale, zero=False))
     low, high = axes.get_xlim()
     known = sorted({x for series in figure.series for x in series.x if low <= x <= high})
-    found = fit_ticks(low, high, places.scale, length=_AXIS)
+    ticks = fit_ticks(low, high, places.scale, length=_AXIS)
     if places.scale == "log2" and len(known) <= 7 and _are_apart(known, low, high):
-        found = known  # the batches themselves
-    _set_ticks(axes.xaxis, found, format_ticks(found, places.scale))
+        ticks = known  # the batches themselves
+    _set_ticks(axes.xaxis, ticks, format_ticks(ticks, places.scale))
     return 0.0
 
 
 def _are_apart(known: Sequence[float], low: float, high: float) -> bool:
-    told = format_ticks(known, "log2")
+    labels = format_ticks(known, "log2")
     per = _AXIS / math.log(high / low)
     return all(
         per * math.log(right / left) >= CHARACTER * (len(word) + len(other)) / 2 + 8
-        for (left, word), (right, other) in itertools.pairwise(zip(known, told, strict=True))
+        for (left, word), (right, other) in itertools.pairwise(zip(known, labels, strict=True))
     )
 
 
@@ -612,15 +612,15 @@ def _scale_categories(axes: "Axes", figure: Figure, places: Positions, low: floa
     axes.grid(visible=False, axis="x")
     room = _AXIS / (last + 1) / CHARACTER - 0.8
     if all(text_width(part) <= room for text in texts for part in text.split()):
-        told = [fit_text(text, room, 3) for text in texts]
-        _set_ticks(axes.xaxis, list(range(last + 1)), told)
-        return _LINE * max((text.count("\n") for text in told), default=0)
+        labels = [fit_text(text, room, 3) for text in texts]
+        _set_ticks(axes.xaxis, list(range(last + 1)), labels)
+        return _LINE * max((text.count("\n") for text in labels), default=0)
     every = max(1, -(-(last + 1) * _SLANTED // int(_AXIS)))
-    told = [wrap_lines(text, 22, 1)[0] for text in texts[::every]]
-    _set_ticks(axes.xaxis, list(range(0, last + 1, every)), told)
+    labels = [wrap_lines(text, 22, 1)[0] for text in texts[::every]]
+    _set_ticks(axes.xaxis, list(range(0, last + 1, every)), labels)
     for word in axes.get_xticklabels():
         word.set(rotation=38, ha="right", rotation_mode="anchor")
-    return 0.62 * CHARACTER * max(map(text_width, told), default=0)
+    return 0.62 * CHARACTER * max(map(text_width, labels), default=0)
 
 
 def scale_y(axes: "Axes", figure: Figure, *, bars: bool) -> None:
@@ -632,8 +632,8 @@ def scale_y(axes: "Axes", figure: Figure, *, bars: bool) -> None:
     else:
         axes.set_ylim(*_pad_range(low, high, figure.y_scale, zero=bars))
     low, high = axes.get_ylim()
-    found = fit_ticks(low, high, figure.y_scale, length=_UPRIGHT * _TALL)
-    _set_ticks(axes.yaxis, found, format_ticks(found, figure.y_scale))
+    ticks = fit_ticks(low, high, figure.y_scale, length=_UPRIGHT * _TALL)
+    _set_ticks(axes.yaxis, ticks, format_ticks(ticks, figure.y_scale))
 
 
 def _pad_range(low: float, high: float, scale: str, *, zero: bool) -> tuple[float, float]:
@@ -647,11 +647,11 @@ def _pad_range(low: float, high: float, scale: str, *, zero: bool) -> tuple[floa
     return low - room, 0.0 if zero and high <= 0 else high + room
 
 
-def _set_ticks(axis: Any, places: Sequence[float], told: Sequence[str]) -> None:
+def _set_ticks(axis: Any, places: Sequence[float], labels: Sequence[str]) -> None:
     from matplotlib.ticker import NullLocator
 
     axis.set_minor_locator(NullLocator())
-    axis.set_ticks(list(places), labels=[remove_control_characters(text) for text in told])
+    axis.set_ticks(list(places), labels=[remove_control_characters(text) for text in labels])
 
 
 def label_axes(axes: "Axes", figure: Figure, *, numbered: bool) -> float:
@@ -682,12 +682,12 @@ def draw_marks(axes: "Axes", marks: Sequence[Mark], places: Positions) -> list[E
         ((mark, x) for mark, x in at if mark.kind == "event" and mark.y is None and not math.isnan(x)),
         key=lambda pair: pair[1],
     )
-    found = [
+    entries = [
         entry
         for mark, x in at
         if not (mark.kind == "event" and mark.y is None) and (entry := _draw_mark(axes, mark, x)) is not None
     ]
-    return [*found, *_draw_events(axes, events)]
+    return [*entries, *_draw_events(axes, events)]
 
 
 def _draw_mark(axes: "Axes", mark: Mark, x: float) -> Entry | None:
@@ -848,9 +848,9 @@ def _replace_color(element: ElementTree.Element) -> None:
     for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name in ("font", "font-size"):  # matplotlib has written either
-            found = re.search(r"([\d.]+)px", value)
-            assert found, declaration
-            element.set("font-size", found[1])
+            size = re.search(r"([\d.]+)px", value)
+            assert size, declaration
+            element.set("font-size", size[1])
         elif name != "font-family":  # which the root has
             element.set(name, value)
     roles = {name: _ROLES.get(element.get(name, "")) for name in ("fill", "stroke")}
@@ -957,12 +957,12 @@ def figure_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
 def describe_figure(figure: Figure) -> str:
     """Return what a figure shows, for those who hear it; its numbers stand in the table beside it."""
     names = ", ".join(remove_control_characters(series.name) for series in figure.series if series.name)
-    told = [
+    sentences = [
         f"{remove_control_characters(figure.y_label)} against {remove_control_characters(figure.x_label)}"
         + (f": {names}" if names else "")
     ]
-    told += [remove_control_characters(mark.text) for mark in figure.marks]
-    return ". ".join(text for text in [*told, remove_control_characters(figure.caption)] if text)
+    sentences += [remove_control_characters(mark.text) for mark in figure.marks]
+    return ". ".join(text for text in [*sentences, remove_control_characters(figure.caption)] if text)
 
 
 @contextmanager
@@ -993,7 +993,7 @@ def _draw(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> None:
     entries = [*entries, *_basis_entries(shown)]
     marks = draw_marks(axes, figure.marks, places)
     extra = scale_x(axes, figure, places)
-    scale_y(axes, figure, bars=any(one.style in ("bars", "stacked") for one in shown))
+    scale_y(axes, figure, bars=any(item.style in ("bars", "stacked") for item in shown))
     extra += label_axes(axes, figure, numbered=number_events(axes, figure.marks, places))
     only = len(entries) == 1 and not marks and entries[0].text in ("", figure.title, figure.y_label)
     high = 0.0 if only else _draw_legend(canvas, [*entries, *marks])
@@ -1019,11 +1019,11 @@ def _basis_entries(shown: Sequence[DrawnSeries]) -> list[Entry]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    told = [one for one in shown if one.told]
-    states = {state for one in told for state, known in zip(one.filled, one.known, strict=True) if known}
+    with_basis = [series for series in shown if series.told]
+    states = {state for series in with_basis for state, known in zip(series.filled, series.known, strict=True) if known}
     if False not in states:
         return []
-    bars = all(one.style in ("bars", "stacked") for one in told)
+    bars = all(series.style in ("bars", "stacked") for series in with_basis)
     found = []
     for state in sorted(states, reverse=True):
         face = LIGHT["muted"] if state else LIGHT["paper"]

@@ -256,8 +256,8 @@ def _render_table(table: Table, *, most: int | None = None) -> Iterator[str]:
 
 def _render_caption(table: Table) -> str:
     notes = [words for words in (table.caption, "★ chosen" * ("chosen" in table.marks)) if words]
-    told = "".join(f'<span class="caption">{escape_text(words)} </span>' for words in notes)
-    return f"<caption><div><strong>{escape_text(table.title)}</strong>{told}</div></caption>"
+    captions = "".join(f'<span class="caption">{escape_text(words)} </span>' for words in notes)
+    return f"<caption><div><strong>{escape_text(table.title)}</strong>{captions}</div></caption>"
 
 
 def _render_head_cell(column: Column) -> str:
@@ -277,6 +277,6 @@ def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -
     return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(told_cells)}</tr>"
 
 
-def _cell_class(column: Column, told: str) -> str:
-    names = ["left"] * (column.align == "left") + ["words"] * (len(told) > _LONG)
+def _cell_class(column: Column, text: str) -> str:
+    names = ["left"] * (column.align == "left") + ["words"] * (len(text) > _LONG)
     return f' class="{" ".join(names)}"' if names else ""

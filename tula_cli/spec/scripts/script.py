@@ -279,8 +279,8 @@ def script_samples(script: Script, dataset_size: int) -> int:
         script: of which the length is read.
         dataset_size: samples of an epoch.
     """
-    asked = requested_samples(script)
-    return (script.length.epochs or 0) * dataset_size if asked is None else asked
+    requested = requested_samples(script)
+    return (script.length.epochs or 0) * dataset_size if requested is None else requested
 
 
 def requested_samples(script: Script) -> int | None:

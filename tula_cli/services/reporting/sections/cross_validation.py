@@ -20,14 +20,14 @@ KEY, TITLE = "predictions", "How well it predicts"
 
 def section(material: Material) -> Section:
     """Return what each search would have said of the probes that it does not take."""
-    own = material.choice_measurements
-    if own is None:
+    measurements = material.choice_measurements
+    if measurements is None:
         return Section(KEY, TITLE, missing=f"nothing is predicted: {material.unanswered}")
     try:
-        found = own.cross_validate()
+        found = measurements.cross_validate()
     except BadMeasurements as error:
         return Section(KEY, TITLE, missing=f"nothing tells how well: {describe_error(error)}")
-    return Section(KEY, TITLE, tables=(_table(found),), figures=(_errors(found), *_curves(material, own)))
+    return Section(KEY, TITLE, tables=(_table(found),), figures=(_errors(found), *_curves(material, measurements)))
 
 
 def _name(row: Validation) -> str:

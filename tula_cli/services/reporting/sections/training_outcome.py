@@ -255,12 +255,23 @@ class _Axis:
         series = [*self.series("logged", training_material.rows_of_kind("step"), lambda row: _ms(row, "step_time"))]
         if not series:
             return
-        told = [row for row in training_material.rows_of_kind("epoch") if row.get("predicted_step") is not None]
-        if told:
-            told = thin_out(told)
-            ends = [tuple(_ms(row, name) for row in told) for name in ("predicted_step", "step_low", "step_high")]
+        predicted_rows = [
+            row for row in training_material.rows_of_kind("epoch") if row.get("predicted_step") is not None
+        ]
+        if predicted_rows:
+            predicted_rows = thin_out(predicted_rows)
+            ends = [
+                tuple(_ms(row, name) for row in predicted_rows) for name in ("predicted_step", "step_low", "step_high")
+            ]
             series.append(
-                Series("predicted", tuple(self.place(row) for row in told), ends[0], ends[1], ends[2], style="line")
+                Series(
+                    "predicted",
+                    tuple(self.place(row) for row in predicted_rows),
+                    ends[0],
+                    ends[1],
+                    ends[2],
+                    style="line",
+                )
             )
         changes = tuple(
             Mark(float(change.samples), None, f"changed: {', '.join(change.parts)}", "event")

@@ -187,13 +187,6 @@ def test_a_training_shorter_than_a_job_is_worth_no_further_probe() -> None:
     assert not next_round(short, seen, inspection=inspected(Truth())).probes
 
 
-def test_the_tolerance_of_the_spec_ends_the_rounds() -> None:
-    patient = spec(search={"strategy": "adaptive", "max_batch": 4096, "tolerance": 0.99}, train={"epochs": 5000})
-    seen = probe_all(Truth(), {2: (16, 256, 2048), 4: (8,), 16: (2,)})
-    assert next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
-    assert not next_round(patient, seen, inspection=inspected(Truth())).probes
-
-
 def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is_not_probed() -> None:
     seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
     first = next_round(ADAPTIVE, seen, inspection=inspected(Truth()))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tula_cli.models.time import steptime
+from tula_cli.models.time.formulas import PRIORS, SHARDED, Priors, choose_priors
 from tula_cli.models.time.mixture import Mixture, Overlap
 from tula_cli.models.time.steptime import Observation, StepTimeFit
 
@@ -18,12 +19,14 @@ def step(nodes: int, batch: int, *, overlapped: bool, sync: float = 0.06) -> tup
     return compute + hidden + (0.07 * traffic if overlapped else 0.0), compute
 
 
-def fitted(probes: list[tuple[int, int]], *, overlapped: bool, whole: bool = True) -> StepTimeFit:
+def fitted(
+    probes: list[tuple[int, int]], *, overlapped: bool, whole: bool = True, priors: Priors = PRIORS
+) -> StepTimeFit:
     seen = []
     for nodes, batch in probes:
         seconds, compute = step(nodes, batch, overlapped=overlapped)
         seen.append(Observation(nodes, 1, batch, (seconds,) * 10, math.nan if whole else compute))
-    return steptime.fit_step_time(seen, collective="ring")
+    return steptime.fit_step_time(seen, collective="ring", priors=priors)
 
 
 def worst(predicted: np.ndarray, *, overlapped: bool) -> float:
@@ -34,6 +37,24 @@ def worst(predicted: np.ndarray, *, overlapped: bool) -> float:
 def test_where_the_compute_is_known_or_nothing_is_synchronised_there_is_one_fit() -> None:
     assert isinstance(fitted(SWEEP, overlapped=True, whole=False).model, Overlap)
     assert isinstance(fitted([(1, 16), (1, 64)], overlapped=True).model, Overlap)
+
+
+def test_gradients_of_two_buckets_make_it_open_whether_they_are_hidden() -> None:
+    mib = 1 << 20
+    small, large = (choose_priors(gradient_bytes=size * mib, sharded=False) for size in (26, 27))
+    assert small.additive == 0.5 and large == choose_priors(gradient_bytes=0, sharded=False) == PRIORS
+    assert choose_priors(gradient_bytes=mib, sharded=True).level == SHARDED.level
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_of_a_small_model_both_are_fitted_where_its_compute_is_known(overlapped: bool) -> None:
+    priors = choose_priors(gradient_bytes=1 << 20, sharded=False)
+    fit = fitted(SWEEP, overlapped=overlapped, whole=False, priors=priors)
+    assert isinstance(fit.model, Mixture) and (fit.model.overlapped > 0.5) == overlapped
+    assert "that compute hides" in fit.words and "whole steps alone" not in fit.words
+    nodes, batches = np.transpose(UNSEEN)
+    predicted = fit.model.predict(fit.points(nodes, np.ones(len(UNSEEN)), batches))[0]
+    assert worst(predicted, overlapped=overlapped) < 0.05
 
 
 def test_steps_in_which_nothing_is_hidden_are_recognised() -> None:

@@ -62,6 +62,7 @@ class Priors:
         0.2, math.inf, 0.5
     )  # residual of ln m between nodes, where nodes of several sizes were measured
     p: float = 7.5  # how sharply compute and synchronisation take over from each other
+    additive: float = 1 / 21  # probability that compute hides no synchronisation: then p is 1
     q: float = 1.2  # the same for floor and slope
     step_noise: float = 0.03  # of a step time, from one job to the next
     compute_noise: float = 0.04  # of its compute, measured apart
@@ -92,11 +93,31 @@ class Priors:
 
 
 PRIORS = Priors()
-"""Found on public measurements; `benchmarks/replay/replay_priors.py` tells how well they do where they were not found."""
+"""Fitted to public measurements; `benchmarks/replay/replay_priors.py` judges them where they were not fitted. `additive` comes from step
+times of which synchronisation was hidden from the fit, and from the same put together anew with none overlapped, without each
+application and each cluster once (docs/how-it-measures.md)."""
 
 SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0))
 """Of a model in shares. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is one of each
 (Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass does its traffic."""
+
+_BUCKETS = (1 << 20) + (25 << 20)
+"""Bytes of DDP's first two buckets of gradients (Li et al. 2020, section 4.2; torch's defaults)."""
+
+
+def choose_priors(*, gradient_bytes: int, sharded: bool) -> Priors:
+    """Return what the fit believes of a job before it has seen a probe.
+
+    Gradients that fill at most two of DDP's buckets are synchronised when the backward pass is over but for the first of them, so
+    that it is as likely as not that compute hides nothing.
+
+    Args:
+        gradient_bytes: of the whole model; 0 where that is not known.
+        sharded: whether the ranks share them.
+    """
+    priors = SHARDED if sharded else PRIORS
+    return replace(priors, additive=0.5) if 0 < gradient_bytes <= _BUCKETS else priors
+
 
 PARAMETERS = 10
 SLOPE, FLOOR, LEVEL, GROWTH, INSIDE, FORWARD, EXPOSED, SHARED, INNER, CROWDED = range(PARAMETERS)

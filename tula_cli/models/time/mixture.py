@@ -1,8 +1,9 @@
-"""The step-time model of jobs whose probes time whole steps alone: a mixture over how sharply compute hides synchronisation.
+"""The step-time model, and a mixture of two of them over how sharply compute hides synchronisation.
 
 Where no probe has measured compute apart from synchronisation, nothing tells the exponent p of `overlap` but how the steps of the
-most nodes grow with the batch. PyTorch's DDP hides synchronisation behind the backward pass (the p of the priors); many other
-frameworks and scripts do one after the other (p = 1, the paper's Eq. 2). Both are fitted, and each counts by its probability
+most nodes grow with the batch. PyTorch's DDP hides synchronisation behind the backward pass (the p of the priors), if the gradients
+fill several of its buckets; many other frameworks and scripts do one after the other (p = 1, the paper's Eq. 2). For jobs without
+that measurement and for small models, both are fitted, and each counts by its probability
 after the probes: its prior one times its evidence (Laplace's approximation; MacKay 2003, chapter 27). The variance of a prediction
 holds how far the two are apart.
 """
@@ -357,9 +358,6 @@ def _estimate_noise(noise: float, fitted: _Fitted) -> float:
 
 # --- The mixture
 
-_ADDITIVE = 1 / 21
-"""Prior probability that nothing is hidden: found on step times of which synchronisation was hidden from the fit, and on the same
-put together anew with none overlapped, without each application and each cluster once (docs/how-it-measures.md)."""
 _MAX_LOG_ODDS = 50.0  # ln of the odds: more makes no difference
 
 
@@ -369,6 +367,11 @@ class Mixture:
 
     members: tuple[Overlap, ...]  # the first overlaps
     weights: Floats  # their probabilities, shape (members,)
+
+    @property
+    def whole_steps_alone(self) -> bool:
+        """Whether no probe has measured compute apart from the synchronisation in its steps."""
+        return self.members[0].whole_steps_alone
 
     @property
     def overlapped(self) -> float:
@@ -414,7 +417,10 @@ StepModel = Overlap | Mixture
 def fit_step_model(
     points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
 ) -> StepModel:
-    """Fit the model to probes: a mixture if they hold whole steps alone. Arguments as of `overlap.fit`."""
+    """Fit the model to probes: a mixture if they hold whole steps alone, or if the priors make it likely that nothing is hidden.
+
+    Arguments as of `fit_overlap`.
+    """
 
     def fit_with(p: float) -> Overlap:
         return fit_overlap(
@@ -422,9 +428,9 @@ def fit_step_model(
         )
 
     overlapped = fit_with(priors.p)
-    if not overlapped.whole_steps_alone:
+    if points.alone.all() or not (overlapped.whole_steps_alone or priors.additive > PRIORS.additive):
         return overlapped
     additive = fit_with(1.0)
-    log_odds = math.log(_ADDITIVE / (1 - _ADDITIVE)) + additive.log_evidence - overlapped.log_evidence
+    log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence
     odds = math.exp(min(_MAX_LOG_ODDS, log_odds))
     return Mixture((overlapped, additive), np.array([1.0, odds]) / (1 + odds))

@@ -133,6 +133,7 @@ class StepTimeFit:
     warnings: tuple[str, ...]
     error: float | None  # median relative residual; None where exactly determined
     model: StepModel = field(repr=False)
+    priors: Priors = field(repr=False)
     _scope: _Scope = field(repr=False)
     _seen: tuple[Observation, ...] = field(repr=False)
 
@@ -293,6 +294,7 @@ def fit_step_time(observations: Iterable[Observation], *, collective: str, prior
         warnings=tuple(_fit_warnings(sorted_observations, seconds, residuals)),
         error=error,
         model=model,
+        priors=priors,
         _scope=scope,
         _seen=tuple(sorted_observations),
     )
@@ -395,7 +397,8 @@ def _describe_fit(
     parts_text = ", overlapped with synchronisation ".join(ranges)
     alone = ""
     if isinstance(model, Mixture):
-        alone = f" by their whole steps alone, that compute hides synchronisation is {model.overlapped:.0%} likely"
+        by_steps = " by their whole steps alone, that" if model.whole_steps_alone else ", that"
+        alone = f"{by_steps} compute hides synchronisation is {model.overlapped:.0%} likely"
     trained = sum(o.doubt is not None for o in observations)
     sources = plural(len(points) - trained, "probe") + f" and {plural(trained, 'training')}" * bool(trained)
     return f"step = compute {parts_text} ({sources}{alone}, {quality})"

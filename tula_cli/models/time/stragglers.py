@@ -13,9 +13,10 @@ from statistics import median, median_low
 
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime, stretches
-from tula_cli.models.time.formulas import PRIORS, SHARDED, Local, Priors
+from tula_cli.models.time.formulas import PRIORS, Local, Priors, choose_priors
 from tula_cli.models.time.mixture import StepModel
 from tula_cli.models.time.steptime import Observation, StepTimeFit
+from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Measured, RankPace
 from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
@@ -71,8 +72,19 @@ def fit_with_stragglers(
     probes = [as_observation(probe) for probe in measured]
     observations = [*probes, *map(stretches.as_observation, trained)]
     named = [straggler.description for straggler in find_stragglers(measured)]
-    priors = SHARDED if spec.train.sharded else PRIORS
+    priors = choose_priors(gradient_bytes=_gradient_bytes(measured, spec.train.sharded), sharded=spec.train.sharded)
     return fit_observed(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
+
+
+def _gradient_bytes(measured: Iterable[Measured], sharded: bool) -> int:
+    """Return the bytes of the whole model's gradients by the probes; 0 where none of them tells."""
+    sizes = [0]
+    for probe in measured:
+        if isinstance(memory := probe.memory, Components):
+            sizes.append(memory.gradients * (probe.nodes * probe.gpus_per_node if sharded else 1))
+        elif memory.states is not None:
+            sizes.append(memory.states.gradients)
+    return max(sizes)
 
 
 def fit_observed(

@@ -78,7 +78,8 @@ class TypeMeasurements:
         """
         trained = [steps for steps_here in self.forecast.trained.values() for steps in steps_here]
         probes = self.forecast.probes.values()
-        return cross_validate_strategies(self.part.spec, probes, trained=trained, others=self.others)
+        priors = self.forecast.steps.priors
+        return cross_validate_strategies(self.part.spec, probes, trained=trained, others=self.others, priors=priors)
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return a forecast on the market that it is not for."""

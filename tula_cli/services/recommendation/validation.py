@@ -14,7 +14,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.observations import as_observation as of_probe
 from tula_cli.models.time import steptime
-from tula_cli.models.time.formulas import PRIORS, SHARDED
+from tula_cli.models.time.formulas import PRIORS, Priors
 from tula_cli.models.time.steptime import Estimate, Observation
 from tula_cli.models.time.stretches import as_observation, estimate_from_measurements, group_by_configuration
 from tula_cli.run.records.probes import Measured
@@ -49,6 +49,7 @@ class _Measurements:
     """The measurements on one node type, by nodes and local batch."""
 
     spec: JobSpec
+    priors: Priors
     probes: Mapping[Place, Observation]
     trained: Mapping[Place, Sequence[TrainedSteps]]
     elsewhere: tuple[Observation, ...]  # with other numbers of GPUs a node, which every fit takes
@@ -81,6 +82,7 @@ def cross_validate_strategies(
     *,
     trained: Iterable[TrainedSteps] = (),
     others: OtherSizes = NO_OTHER_SIZES,
+    priors: Priors = PRIORS,
 ) -> tuple[Validation, ...]:
     """Judge the strategies on the probes of one kind of node; those that tell nothing of any other probe are left out.
 
@@ -92,13 +94,14 @@ def cross_validate_strategies(
         probes: of it.
         trained: the steps of its trainings, one a training and configuration.
         others: with other numbers of GPUs a node, which every fit takes as well.
+        priors: of every fit.
 
     Raises:
         BadMeasurements: no strategy tells anything, as too little was measured.
     """
     probed = {(probe.nodes, probe.local_batch): of_probe(probe) for probe in probes}
     elsewhere = (*map(of_probe, others.probes), *map(as_observation, others.trained))
-    measurements = _Measurements(spec, probed, group_by_configuration(trained), elsewhere)
+    measurements = _Measurements(spec, priors, probed, group_by_configuration(trained), elsewhere)
     by_nodes = group_by_nodes(probed)
     validations: list[Validation] = []
     for name in JUDGED_STRATEGIES:
@@ -170,10 +173,9 @@ def _predict_pairs(measurements: _Measurements, observations: Sequence[Observati
     """Return what some configurations take by a fit; those of which it says nothing are left out."""
     if not observations or not places:
         return []
-    spec = measurements.spec
-    priors, gpus = SHARDED if spec.train.sharded else PRIORS, spec.cluster.gpus_per_node
+    cluster, gpus = measurements.spec.cluster, measurements.spec.cluster.gpus_per_node
     fit = steptime.fit_step_time(
-        [*observations, *measurements.elsewhere], collective=spec.cluster.collective, priors=priors
+        [*observations, *measurements.elsewhere], collective=cluster.collective, priors=measurements.priors
     )
     predictable = [(nodes, local) for nodes, local in places if not fit.refusal(nodes, gpus, local)]
     repeats = [float(fit.repeat_deviation([nodes], [gpus], [local])[0]) for nodes, local in predictable]

@@ -6,7 +6,6 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.observations import as_observation
 from tula_cli.models.time import steptime
-from tula_cli.models.time.formulas import PRIORS, SHARDED
 from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.services.recommendation.validation import Validation
@@ -77,10 +76,9 @@ def _curves(material: Material, type_measurements: TypeMeasurements) -> Iterator
     known = [size for size in sorted({*here, *gaps}) if not forecast.steps.refusal(nodes, gpus, size)]
     if len(known) < 2 or not here:
         return
-    priors = SHARDED if spec.train.sharded else PRIORS
     fits = {"fit to all": forecast.steps}
     if len(partial) < len(probes):
-        few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=priors)  # fmt: skip
+        few = steptime.fit_step_time([as_observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=forecast.steps.priors)  # fmt: skip
         fits["fit to the partial search's"] = few
     series = [_measured(type_measurements, here, nodes)]
     for name, fit in fits.items():

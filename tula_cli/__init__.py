@@ -4,23 +4,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tula_cli.errors import TulaError
-    from tula_cli.services.api.commands import (
+    from tula_cli.services.api import (
+        Run,
         check,
         check_nodes,
         compare,
+        diff,
         estimate,
+        evaluate,
+        export,
         profile,
         profile_events,
         recommend,
+        rehearse,
+        report,
+        report_text,
         status,
         train,
     )
-    from tula_cli.services.api.differing_runs import diff
-    from tula_cli.services.api.evaluating import evaluate
-    from tula_cli.services.api.exported import export
-    from tula_cli.services.api.handles import Run
-    from tula_cli.services.api.rehearsing import rehearse
-    from tula_cli.services.api.reported import report, report_text
     from tula_cli.version import __version__
 
 __all__ = [
@@ -43,17 +44,7 @@ __all__ = [
     "status",
     "train",
 ]
-_PLACES = {
-    "Run": "services.api.handles",
-    "TulaError": "errors",
-    "diff": "services.api.differing_runs",
-    "evaluate": "services.api.evaluating",
-    "export": "services.api.exported",
-    "__version__": "version",
-    "rehearse": "services.api.rehearsing",
-    "report": "services.api.reported",
-    "report_text": "services.api.reported",
-}
+_PLACES = {"TulaError": "errors", "__version__": "version"}
 
 
 def __getattr__(name: str) -> Any:
@@ -62,7 +53,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'services.api.commands')}"), name)
+    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'services.api')}"), name)
 
 
 def __dir__() -> list[str]:

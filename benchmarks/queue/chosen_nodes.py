@@ -10,7 +10,7 @@ from lublin_feitelson import ModelJob
 from size_classes import PastWait, WaitBound, wait_bound
 from workload_format import LoggedJob
 
-from tula_cli.services.recommendation.wall_times import chain_links
+from tula_cli.services.recommendation.listed import chain_links
 
 NODES = (1, 2, 4, 8, 16, 32, 64)
 MINUTES = (60, 240, 720, 1440)

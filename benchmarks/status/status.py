@@ -31,8 +31,7 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import Summary, TrainResult
 from tula_cli.run.records.tasks import Rung, TrainTask, probe_id
-from tula_cli.services import status
-from tula_cli.services.progress import listing
+from tula_cli.services import run_list, status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 
@@ -98,7 +97,7 @@ def _list(root: Path, runs: int) -> Cost:
         run = RunDir.create(root, spec.model_copy(update={"name": f"run-{number:04d}"}))
         for size in range(8):
             run.write_result(_result(2**size))
-    cost = _measured("list", lambda: listing.list_runs(root))(runs, root)
+    cost = _measured("list", lambda: run_list.list_runs(root))(runs, root)
     return replace(cost, cpu=min(_process("list", "--run-dir", str(root)) for _ in range(3)))
 
 

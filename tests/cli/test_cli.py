@@ -33,8 +33,8 @@ from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
 from tula_cli.services import nodes as node_check
 from tula_cli.services import nodes as services_nodes
+from tula_cli.services import status
 from tula_cli.services import status as services_status
-from tula_cli.services.progress import job_status
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
 from tula_cli.spec.job import describe_training_method
@@ -60,7 +60,7 @@ class Answer:
 def here(tmp_path, monkeypatch):
     """An empty working directory with a job.yaml, no terminal, and no settings of the person who runs the tests."""
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setitem(job_status.GRACE, "local", 0.05)
+    monkeypatch.setitem(status.GRACE, "local", 0.05)
     monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
     monkeypatch.setattr(services_nodes, "POLL_INTERVALS", (0.01, 0.01))
     monkeypatch.setattr(site, "ask_site", lambda: None)
@@ -1221,8 +1221,8 @@ def test_a_defect_as_a_process_shows_its_traceback_and_an_envelope(here):
     run = RunDir.create(here / "tula-runs", make.spec())
     (run.path / "metrics.py").write_text("")
     (here / "sitecustomize.py").write_text(
-        "import sys\nfrom tula_cli.services.progress import listing\n"
-        "def fail(*_, **__): raise ZeroDivisionError('ours')\nlisting.list_runs = fail\n"
+        "import sys\nfrom tula_cli.services import run_list\n"
+        "def fail(*_, **__): raise ZeroDivisionError('ours')\nrun_list.list_runs = fail\n"
     )
     failed = ended("list", "--json", cwd=here, PYTHONPATH=os.pathsep.join([str(here), str(ROOT)]))
     assert failed.code == 1

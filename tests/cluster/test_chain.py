@@ -38,7 +38,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import train
-from tula_cli.services.progress.ending import error_of_training
+from tula_cli.services.status import error_of_training
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.signature import cluster_signature
 

@@ -34,7 +34,7 @@ from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, probe_id
-from tula_cli.services.progress.ending import error_of_training
+from tula_cli.services.status import error_of_training
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."

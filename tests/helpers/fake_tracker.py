@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+from tula_cli.services.exporting.destination import Described, Point, Scalar, State
 
 
 @dataclass

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tula_cli.services import status
 from tula_cli.services import status as services_status
-from tula_cli.services.progress import job_status
 
 
 def poll_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll jobs on this machine often, and count them as lost soon."""
-    monkeypatch.setitem(job_status.GRACE, "local", 0.02)
+    monkeypatch.setitem(status.GRACE, "local", 0.02)
     monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
 
 

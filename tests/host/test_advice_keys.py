@@ -18,8 +18,8 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.tasks import TrainTask, probe_id
 from tula_cli.services import profile
-from tula_cli.services.progress.ending import error_of_training
 from tula_cli.services.search import feasible_candidates
+from tula_cli.services.status import error_of_training
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.placeholders import names
 from tula_cli.spec.scripts.script import OWN_LOOP, TRAIN

@@ -10,8 +10,8 @@ from tula_cli.cluster.slurm import queue, submit
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
+from tula_cli.services import run_list
 from tula_cli.services import status as services_status
-from tula_cli.services.progress import listing
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_list_of_runs_reads_each_file_at_most_once(run):
     run.write_train_result(make.train_result())
     make.add_measured(run, 1, 32)
     with benchmark.counted() as reads:
-        (line,) = listing.list_runs(run.path.parent)
+        (line,) = run_list.list_runs(run.path.parent)
     assert (line.measured, line.trained) == (1, 1)
     assert len(reads) == len(set(reads))
 

@@ -23,7 +23,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services.api.handles import Run
+from tula_cli.services.api import Run
 from tula_cli.services.recommend import pending_probes, recommend, should_replace, store_answer
 from tula_cli.services.recommendation import doubts as services_recommendation_doubts
 from tula_cli.services.recommendation.measured import describe_epochs, trained_epochs

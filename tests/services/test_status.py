@@ -15,8 +15,8 @@ from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
+from tula_cli.services import run_list, status
 from tula_cli.services import status as services_status
-from tula_cli.services.progress import job_status, listing
 from tula_cli.show import status as show_status
 from tula_cli.spec.ags import Arm
 
@@ -54,7 +54,7 @@ def test_a_queued_job_says_what_it_waits_for(run):
     name = make.add_probes(run, 2, (16, 32))
     job = only_job(run, make.FakeLauncher({name: "pending"}, reason="Resources"))
     assert (job.state, job.reason, job.total, job.done) == ("queued", "Resources", 2, 0)
-    assert job.now == job_status.ProbeConfiguration(nodes=2, local_batch=16, batch=32)
+    assert job.now == status.ProbeConfiguration(nodes=2, local_batch=16, batch=32)
     assert (job.elapsed, job.left, job.node_hours) == (None, None, 0)
 
 
@@ -160,7 +160,7 @@ def test_a_running_job_names_the_probe_that_runs_and_what_is_left(run):
     make.add_measured(run, 2, 32, at=START + 50)
     job = only_job(run, make.FakeLauncher({name: "running"}), now=START + 60)
     assert (job.state, job.done, job.total) == ("running", 2, 4)
-    assert job.now == job_status.ProbeConfiguration(nodes=2, local_batch=64, batch=128)
+    assert job.now == status.ProbeConfiguration(nodes=2, local_batch=64, batch=128)
     assert job.elapsed == 60
     assert job.left == pytest.approx(2 * 25)  # two probes took 50 s
     assert job.node_hours == pytest.approx(2 * 60 / 3600)
@@ -359,7 +359,7 @@ def test_the_time_left_counts_down_only_while_steps_are_made(tmp_path, said, fla
     now = START + (650 if left == 80 else 70)
     seen = services_status.run_status(on_slurm, make.FakeLauncher({name: said}, flags=flags), now=now)
     (job,) = seen.jobs
-    assert (job.state in job_status.ACTIVE) == (job.left is not None)
+    assert (job.state in status.ACTIVE) == (job.left is not None)
     assert job.left in (None, left) and seen.training.eta == job.left
     assert (job.left is None) == bool(flags.get("held")), job.state
 
@@ -626,7 +626,7 @@ def test_runs_are_listed_in_the_order_of_the_time_that_is_shown(tmp_path):
         if at is not None:
             own.write_recommendation(make.recommendation(created_at=at))
     (RunDir.create(tmp_path, make.spec(name="old"))).save_job(make.spec(name="old"))
-    found = listing.list_runs(tmp_path)
+    found = run_list.list_runs(tmp_path)
     assert [row.id.partition("-")[0] for row in found] == ["newest", "new", "old", "nothing"]
     assert [row.changed for row in found] == [START + 100, START + 50, START, None]
 
@@ -640,7 +640,7 @@ def test_lists_runs_also_damaged_ones(tmp_path):
     first.write_train_result(make.train_result())
     second = RunDir.create(tmp_path, make.spec(name="second"))
     (second.path / "spec.yaml").write_text("model: [")
-    by_id = {row.id: row for row in listing.list_runs(tmp_path)}
+    by_id = {row.id: row for row in run_list.list_runs(tmp_path)}
     row = by_id[first.id]
     assert (row.model, row.dataset, row.measured, row.out_of_memory, row.failed) == ("resnet18", "digits", 1, 1, 0)
     assert (row.trained, row.best_top1, row.changed, row.problem) == (1, 83.0, START + 300, "")
@@ -656,7 +656,7 @@ def test_runs_without_classes_are_listed_by_their_loss_and_language_models_by_pe
         run = RunDir.create(tmp_path, make.spec(name=name))
         known = {"best_top1": 0.0} if name == "old" else {"best_top1": None, "best_loss": 0.5}
         run.write_train_result(make.train_result().model_copy(update={"metrics": metrics, **known}))
-    by_name = {row.id.partition("-")[0]: row for row in listing.list_runs(tmp_path)}
+    by_name = {row.id.partition("-")[0]: row for row in run_list.list_runs(tmp_path)}
     assert [by_name[name].best_top1 for name in ("words", "numbers", "old")] == [None, None, None]
     assert show_status._best(by_name["words"]) == f"perplexity {math.exp(0.5):.3f}"
     assert (show_status._best(by_name["numbers"]), show_status._best(by_name["old"])) == ("loss 0.5000", "-")
@@ -667,7 +667,7 @@ def test_a_run_of_a_script_is_listed_by_its_file(tmp_path, edited):
     run = RunDir.create(tmp_path, make.script_spec(epochs=3))
     if edited:
         (run.path / "spec.yaml").write_text((run.path / "spec.yaml").read_text() + "# edited\n")
-    (row,) = listing.list_runs(tmp_path)
+    (row,) = run_list.list_runs(tmp_path)
     assert (row.script, row.model, row.dataset, row.problem) == ("finetune.py", "", "", "")
 
 
@@ -679,7 +679,7 @@ def test_a_damaged_record_of_a_run_is_named_in_the_list_and_the_others_count(tmp
     run.write_train_result(make.train_result())
     (run.path / "results" / "probe-n001-l000032.json").write_text("{")
     (run.path / "recommendation.json").write_text("[]")
-    (row,) = listing.list_runs(tmp_path)
+    (row,) = run_list.list_runs(tmp_path)
     assert (row.model, row.measured, row.trained, row.recommendation, row.problem) == ("resnet18", 1, 1, None, "")
     assert [words.partition(" is damaged")[0].rpartition("/")[2] for words in row.damaged] == [
         "recommendation.json",
@@ -698,7 +698,7 @@ def test_a_finished_training_shows_the_step_time_that_its_summary_has(tmp_path):
 
 
 def test_no_runs(tmp_path):
-    assert listing.list_runs(tmp_path / "nothing") == ()
+    assert run_list.list_runs(tmp_path / "nothing") == ()
 
 
 @pytest.fixture
@@ -725,7 +725,7 @@ def test_runs_of_another_user_are_left_out_of_a_list(shared):
     own.path.chmod(0o755)
     other.path.chmod(0)
     with as_another_user():
-        assert [row.id for row in listing.list_runs(shared)] == [run.id for run in RunDir.all(shared)] == [own.id]
+        assert [row.id for row in run_list.list_runs(shared)] == [run.id for run in RunDir.all(shared)] == [own.id]
         assert RunDir.newest(shared).id == own.id  # the other was used last
         assert not other.exists
 
@@ -737,7 +737,7 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
         path.chmod(0o755 if path.is_dir() else 0o644)
     (run.path / "results").chmod(0)
     with as_another_user():
-        (row,) = listing.list_runs(shared)
+        (row,) = run_list.list_runs(shared)
     assert row.problem == f"{run.path / 'results'} belongs to root: you may not read it"
 
 

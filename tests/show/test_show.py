@@ -21,9 +21,8 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.probes import ScriptSeen
 from tula_cli.run.records.recommendations import Stage, StageSteps, StartEstimate, TimeParts
 from tula_cli.run.records.results import Scaled, StageDecision
-from tula_cli.services import profile
+from tula_cli.services import profile, run_list
 from tula_cli.services import status as services_status
-from tula_cli.services.progress import listing
 from tula_cli.show import live as show_live
 from tula_cli.show import plots, recommend, tables
 from tula_cli.show import profile as show_profile
@@ -643,7 +642,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     assert planned in text and "checkpoints: saves each epoch\n" in text
     assert "resume is rehearsed, on 1 node for at most 20 min (--no-rehearse" in text
     assert now in show_status.training(snapshot(own).training)
-    assert re.search(r"finetune\.py +- +0", printed(show_status.runs(listing.list_runs(tmp_path), width=120)))
+    assert re.search(r"finetune\.py +- +0", printed(show_status.runs(run_list.list_runs(tmp_path), width=120)))
 
 
 def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
@@ -673,7 +672,7 @@ def test_the_list_of_runs(run):
     make.add_measured(run, 1, 32)
     damaged = RunDir.create(run.path.parent, make.spec(name="other"))
     (damaged.path / "spec.yaml").write_text("[")
-    text = printed(show_status.runs(listing.list_runs(run.path.parent), width=80))
+    text = printed(show_status.runs(run_list.list_runs(run.path.parent), width=80))
     assert re.search(rf"{run.id} +2023-11-14 [\d:]+ +resnet18 +digits +1", text)
     assert f"{damaged.id} cannot be read" in text
 

@@ -22,9 +22,7 @@ from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
-from tula_cli.services.progress.site_charge import site_charge_of
-from tula_cli.services.recommendation.account_balance import check_balance_of_task
-from tula_cli.services.recommendation.site_charges import with_site_billing
+from tula_cli.services.site_charges import check_balance_of_task, site_charge_of, with_site_billing
 from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.job import JobSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tula_cli.errors import SpecError
-from tula_cli.services.api.calls import load_job
+from tula_cli.services.api import load_job
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX

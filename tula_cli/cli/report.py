@@ -100,17 +100,19 @@ def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None
 
 
 def _text(document: "Document", form: str | None) -> str | None:
-    from tula_cli.services.reporting.forms import csv_files, latex, markdown
+    from tula_cli.services.reporting import formats
 
     if form is None:
         return None
-    return {"--markdown": markdown.markdown, "--latex": latex.latex, "--csv -": csv_files.together}[form](document)
+    return {"--markdown": formats.markdown_text, "--latex": formats.latex_text, "--csv -": formats.csv_text}[form](
+        document
+    )
 
 
 def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path | None) -> list[str]:
     """Write the files that are asked for; return their paths, or those of their folders."""
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
-    from tula_cli.services.reporting.forms import csv_files
+    from tula_cli.services.reporting import formats
 
     found: dict[Path, str] = {}
     if html is not None:
@@ -123,9 +125,9 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
         drawn = {figure.key: figure for section in document.sections for figure in section.figures}
         found |= {svg / f"{key}.svg": figure_svg(figure) for key, figure in drawn.items()}
     if csv is not None and csv.suffix == ".csv":
-        found[csv] = csv_files.together(document)
+        found[csv] = formats.csv_text(document)
     elif csv is not None and csv != Path("-"):
-        found |= {csv / f"{name}.csv": text for name, text in csv_files.files(document).items()}
+        found |= {csv / f"{name}.csv": text for name, text in formats.csv_files(document).items()}
     for path, text in found.items():
         write_atomic(path, text, mode=MODE_FOR_ALL)
     asked = [path for path in (html, svg, csv) if path is not None and path != Path("-")]

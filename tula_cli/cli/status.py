@@ -21,7 +21,7 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     from tula_cli.run.directory import RunDir
     from tula_cli.run.jobfile import parts_with_data
     from tula_cli.services import status as services_status
-    from tula_cli.services.progress.site_charge import site_charge_of
+    from tula_cli.services.site_charges import site_charge_of
 
     run = find_run(screen, target or named, root)
     spec = run.spec()
@@ -52,13 +52,13 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
 def list_(screen: Screen, root: Root = RUNS) -> None:
     """List the runs, last changed first."""
     from tula_cli.run import files, owner
-    from tula_cli.services.progress import listing
+    from tula_cli.services import run_list
 
     if root != RUNS and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
     if left_out := owner.describe_left_out_runs(root.absolute() / name for name in files.list_names(root.absolute())):
         screen.note(left_out)
-    run_summaries = listing.list_runs(root.absolute())
+    run_summaries = run_list.list_runs(root.absolute())
     screen.answer(
         run_summaries,
         show_status.runs(run_summaries, width=screen.width) if run_summaries else [f"no run under {root}"],

@@ -76,7 +76,7 @@ def train(
 
 
 def _trained(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
-    from tula_cli.services.progress.site_charge import site_charge_of
+    from tula_cli.services.site_charges import site_charge_of
 
     run = training.part.run
     weights, charge = run.training(summary.signature).weights(), site_charge_of(run, summary.signature)

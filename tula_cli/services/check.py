@@ -15,6 +15,7 @@ from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured
+from tula_cli.services.allowed_nodes import allowed_nodes, warn_too_short
 from tula_cli.services.job_warnings import (
     NodeMemory,
     check_memory,
@@ -30,12 +31,11 @@ from tula_cli.services.planned_lengths import (
     warn_lengths_left_out,
 )
 from tula_cli.services.profile import UpperBoundPlan, max_node_hours, plan_upper_bound
-from tula_cli.services.profiling.allowed_nodes import allowed_nodes, warn_too_short
-from tula_cli.services.progress.probe_notes import count_notes
 from tula_cli.services.recommendation.saves import describe_interruption_cost
-from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.search import ON_ALL_NODES, choose_probes, largest_local_batch
 from tula_cli.services.search_cost import Expectation, SearchCost, choose_strategy, expect_search, search_cost
+from tula_cli.services.site_charges import with_site_billing
+from tula_cli.services.status import count_notes
 from tula_cli.services.waiting import FIRST_JOB, describe_beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.words import plural

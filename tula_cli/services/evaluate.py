@@ -16,7 +16,7 @@ from tula_cli.run.records.results import Evaluated
 from tula_cli.run.records.tasks import EvaluateTask, TrainTask
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import EvaluationPlanned, Note, Work
-from tula_cli.services.progress.ending import micro_batch
+from tula_cli.services.status import micro_batch
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,

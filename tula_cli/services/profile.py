@@ -17,8 +17,7 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, probe_id
-from tula_cli.services.profiling.allowed_nodes import warn_too_short
-from tula_cli.services.progress.probe_notes import count_notes
+from tula_cli.services.allowed_nodes import warn_too_short
 from tula_cli.services.search import (
     Round,
     choose_probes,
@@ -28,6 +27,7 @@ from tula_cli.services.search import (
     next_round,
 )
 from tula_cli.services.search_cost import choose_strategy
+from tula_cli.services.status import count_notes
 from tula_cli.spec.job import JobSpec
 
 PACKED_JOB = "probe-packed"
@@ -170,8 +170,11 @@ def _adaptive_inputs(run: RunDir | None, spec: JobSpec, results_by_id: Known, si
     """Return what an adaptive search goes by beside a run's probes, as arguments of `next_round`."""
     if run is None or not run.exists:
         return {}
-    from tula_cli.services.recommendation.by_trainings import observations_from_trainings
-    from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
+    from tula_cli.services.recommendation.measured import (
+        CachedTrainings,
+        measurements_of_other_sizes,
+        observations_from_trainings,
+    )
 
     return {
         "attempts": run.attempts(),

@@ -15,8 +15,7 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.services import profile
 from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.profile import ProfilePlan, ProfileReport, UpperBoundPlan, plan_upper_bound
-from tula_cli.services.recommendation.account_balance import describe_lacking_for_probes
-from tula_cli.services.recommendation.site_charges import with_site_billing
+from tula_cli.services.site_charges import describe_lacking_for_probes, with_site_billing
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,

@@ -24,15 +24,14 @@ from tula_cli.run.owner import require_own
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.comparison.accuracy import accuracy_evidence
-from tula_cli.services.progress.job_status import ACTIVE
-from tula_cli.services.recommendation.answer import Answer, write_answer
-from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes
-from tula_cli.services.recommendation.fallback import first_fallback
-from tula_cli.services.recommendation.fixed_batches import (
+from tula_cli.services.recommendation.alternatives import (
     describe_alternatives,
     describe_decay_savings,
+    first_fallback,
     ramp_alternatives,
 )
+from tula_cli.services.recommendation.answer import Answer, write_answer
+from tula_cli.services.recommendation.doubts import choice_warnings, probe_warnings, warn_disturbed_probes
 from tula_cli.services.recommendation.from_training import (
     UnfinishedTraining,
     find_unfinished_training,
@@ -41,7 +40,7 @@ from tula_cli.services.recommendation.from_training import (
 )
 from tula_cli.services.recommendation.lengths import predict_lengths
 from tula_cli.services.recommendation.limits import Criteria, Limits
-from tula_cli.services.recommendation.listed import offers_within_limits, select_rows
+from tula_cli.services.recommendation.listed import describe_chain, offers_within_limits, select_rows
 from tula_cli.services.recommendation.measured import (
     TypeMeasurements,
     describe_epochs,
@@ -51,9 +50,9 @@ from tula_cli.services.recommendation.measured import (
     require_energy,
     warn_no_gradients,
 )
-from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.recommendation.validation import Validation
-from tula_cli.services.recommendation.wall_times import describe_chain
+from tula_cli.services.site_charges import with_site_billing
+from tula_cli.services.status import ACTIVE
 from tula_cli.spec.job import JobSpec
 
 

@@ -30,22 +30,24 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import resume_test
+from tula_cli.services.allowed_nodes import require_allowed_nodes
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
-from tula_cli.services.profiling.allowed_nodes import require_allowed_nodes
-from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
-from tula_cli.services.progress.ending import load_summary, require_known_job
-from tula_cli.services.recommendation.account_balance import BalanceCheck, check_balance_of_task, require_balance
-from tula_cli.services.recommendation.continuing import (
+from tula_cli.services.planned_lengths import ExpectedEnd, expected_end
+from tula_cli.services.recommendation.from_training import (
     continue_training,
     describe_interrupted_training,
     require_stopped,
 )
-from tula_cli.services.recommendation.gradient_noise_of import plan_stages
-from tula_cli.services.recommendation.measured import forecast_of_recommendation
-from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
+from tula_cli.services.recommendation.measured import (
+    CachedTrainings,
+    forecast_of_recommendation,
+    measurements_of_other_sizes,
+    plan_stages,
+)
 from tula_cli.services.recommendation.saves import describe_interruption_cost
-from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.services.resume_test import describe_cap_exceeded
+from tula_cli.services.site_charges import BalanceCheck, check_balance_of_task, require_balance, with_site_billing
+from tula_cli.services.status import load_summary, require_known_job
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,

@@ -15,7 +15,6 @@ from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.services import status
 from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
 from tula_cli.services.exporting.background import beside
-from tula_cli.services.progress import job_status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
 
@@ -129,7 +128,7 @@ def wait_for_jobs(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_pol
         yield event
     assert run_status is not None
     own_jobs = [job for job in run_status.jobs if job.id in jobs]
-    if unfinished := [f"{job.id} ({job.state})" for job in own_jobs if job.state in job_status.ACTIVE]:
+    if unfinished := [f"{job.id} ({job.state})" for job in own_jobs if job.state in status.ACTIVE]:
         raise Pending(
             f"not over within the time to wait: {', '.join(unfinished)}", "the same command attaches to them again"
         )

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tula_cli.services.comparison.trainings import Progress
-    from tula_cli.services.progress.job_status import JobStatus
-    from tula_cli.services.status import RunStatus
+    from tula_cli.services.status import JobStatus, RunStatus
 
 # --- what changes while one waits
 

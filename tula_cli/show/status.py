@@ -14,10 +14,9 @@ if TYPE_CHECKING:
     from tula_cli.run.records.jobs import Attempt
     from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.run.records.results import Branch, Evaluated, StepChange
-    from tula_cli.services.progress.job_status import JobState, JobStatus, StageStatus, TrainingStatus, TuningStatus
-    from tula_cli.services.progress.listing import RunSummary
-    from tula_cli.services.progress.site_charge import SiteCharge
-    from tula_cli.services.status import RunStatus
+    from tula_cli.services.run_list import RunSummary
+    from tula_cli.services.site_charges import SiteCharge
+    from tula_cli.services.status import JobState, JobStatus, RunStatus, StageStatus, TrainingStatus, TuningStatus
 
 # --- status
 

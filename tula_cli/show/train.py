@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.recommendations import Prediction
     from tula_cli.run.records.results import Evaluated, Summary
     from tula_cli.run.records.tasks import EvaluateTask, TrainTask
-    from tula_cli.services.progress.site_charge import SiteCharge
+    from tula_cli.services.site_charges import SiteCharge
     from tula_cli.services.train import TrainPlan
 
 PERCENT = ("top1", "top5")

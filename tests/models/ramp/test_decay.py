@@ -17,7 +17,7 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.stage_nodes import check_stages, describe_unusable_stages
 from tula_cli.models.ramp.stages import Ramp, build_ramp
 from tula_cli.run.records.recommendations import Stage
-from tula_cli.services.recommendation.fixed_batches import describe_decay_savings, ramp_alternatives
+from tula_cli.services.recommendation.alternatives import describe_decay_savings, ramp_alternatives
 from tula_cli.spec.job import JobSpec, lr_scale, max_lr_factor, reference_rate
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import train_signature

@@ -18,7 +18,7 @@ from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.evaluate import EvaluationRequest, PreparedEvaluation, prepare_evaluation, run_evaluation
 from tula_cli.services.events import EvaluationPlanned, Note, follow
-from tula_cli.services.progress.job_status import job_progress
+from tula_cli.services.status import job_progress
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature, train_signature

@@ -131,7 +131,7 @@ def test_a_server_that_is_down_is_told_and_caught_up_with(run: RunDir, tmp_path:
 
 def test_mlflow_looks_what_it_has_where_the_sender_was_killed(tmp_path: Path) -> None:
     from tula_cli.extras.trackers.mlflow import exporter
-    from tula_cli.services.exporting.exporter import Described, Point
+    from tula_cli.services.exporting.destination import Described, Point
 
     points = [Point(samples, START, {"loss": 1.0}) for samples in (64, 128, 192)]
     tracker, described = exporter(uri=f"file://{tmp_path}", project="toy"), Described("run", "run", "toy", START)
@@ -183,7 +183,7 @@ def test_wandb_has_what_was_sent_in_its_offline_folder(run: RunDir, tmp_path: Pa
 
 def test_wandb_keeps_what_was_sent_twice_within_a_second(tmp_path: Path) -> None:
     from tula_cli.extras.trackers.wandb import exporter
-    from tula_cli.services.exporting.exporter import Described, Point
+    from tula_cli.services.exporting.destination import Described, Point
 
     described = Described("train-ab12cd34", "training", "toy", START)
     for samples in (64, 128, 192):

@@ -6,13 +6,13 @@ from make_runs import spec
 
 from tula_cli.cluster.slurm.billing import user_name
 from tula_cli.errors import OverBudget, SpecError
-from tula_cli.services.recommendation.account_balance import (
+from tula_cli.services.site_charges import (
     check_balance,
     describe_lacking_for_probes,
     needed_minutes,
     require_balance,
+    with_site_billing,
 )
-from tula_cli.services.recommendation.site_charges import with_site_billing
 from tula_cli.spec.resources import SiteBill
 
 ASK = Slurm(user_name())

@@ -8,7 +8,7 @@ from make_results import Truth, probe_all, spec
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.stage_nodes import describe_stage_nodes
-from tula_cli.services.recommendation.fixed_batches import describe_alternatives, ramp_alternatives
+from tula_cli.services.recommendation.alternatives import describe_alternatives, ramp_alternatives
 
 
 def forecast(by: str, **train: object) -> Forecast:

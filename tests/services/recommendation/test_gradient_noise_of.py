@@ -15,7 +15,7 @@ from tula_cli.run.files import read_json_lines
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.results import StageDecision
 from tula_cli.services import recommend, train
-from tula_cli.services.recommendation.gradient_noise_of import noise_near_tenth, noise_path, noisy_trainings
+from tula_cli.services.recommendation.measured import noise_near_tenth, noise_path, noisy_trainings
 from tula_cli.show.recommend import _rests_on
 
 NOISES = {1: 100.0, 2: 300.0, 10: 900.0}

@@ -14,8 +14,7 @@ import pytest
 from make_results import Truth, measured
 
 from tula_cli.run.directory import RunDir
-from tula_cli.services.api.handles import Run
-from tula_cli.services.api.reported import report_text
+from tula_cli.services.api import Run, report_text
 
 FORMULAS = {
     "=": "=HYPERLINK(0)",

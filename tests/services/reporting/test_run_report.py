@@ -17,9 +17,8 @@ from tula_cli.run.jobfile import all_parts
 from tula_cli.run.step_series import StepRow, format_rows
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
-from tula_cli.services.api.handles import Run
-from tula_cli.services.api.reported import report as api_report
-from tula_cli.services.api.reported import report_text
+from tula_cli.services.api import Run, report_text
+from tula_cli.services.api import report as api_report
 from tula_cli.services.reporting.document import Document
 from tula_cli.words import duration, number
 

@@ -13,8 +13,8 @@ from quiet import quiet
 
 from tula_cli.cli import app
 from tula_cli.run.directory import RunDir
+from tula_cli.services.reporting import formats
 from tula_cli.services.reporting.document import Document
-from tula_cli.services.reporting.forms import csv_files, latex, markdown
 from tula_cli.show.html.page import render_page
 from tula_cli.show.screen import Screen
 from tula_cli.spec.resources import UNPRICED, Pricing
@@ -66,12 +66,17 @@ def test_a_price_has_its_column(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["html", "markdown", "latex", "csv"])
 def test_no_form_of_the_report_has_them_twice(form: str, document: Document) -> None:
-    write = {"html": render_page, "markdown": markdown.markdown, "latex": latex.latex, "csv": csv_files.together}[form]
+    write = {
+        "html": render_page,
+        "markdown": formats.markdown_text,
+        "latex": formats.latex_text,
+        "csv": formats.csv_text,
+    }[form]
     tables = tuple(replace(section, figures=()) for section in document.sections)  # to draw figures takes seconds
     text = write(replace(document, sections=tables))  # type: ignore[operator]
     assert repeated(text) == []
     if form == "csv":
-        own = csv_files.files(document)
+        own = formats.csv_files(document)
         heads = {name: next(csv.reader(io.StringIO(own[f"table_{name}"]))) for name in TABLES}
         assert all("node-hours" in head and "cost (node-h)" not in head for head in heads.values())
 

@@ -13,7 +13,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util import tensor_util
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+from tula_cli.services.exporting.destination import Described, Point, Scalar, State
 
 _TABLED = 40
 """Settings up to which a run stands in the HPARAMS table; the whole job has more, and is a text."""

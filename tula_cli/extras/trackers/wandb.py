@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import TrackerError
-from tula_cli.services.exporting.destination import digest
-from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+from tula_cli.services.exporting.destination import Described, Point, Scalar, State, digest
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 

@@ -18,7 +18,7 @@ from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.compare import ENDED, FINISHED, State, expected_hours, mean_hours_by_row, total_hours
 from tula_cli.services.comparison import rounds
 from tula_cli.services.comparison.rows import REFERENCE
-from tula_cli.services.progress.job_status import JobStatus
+from tula_cli.services.status import JobStatus
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import number, plural
 

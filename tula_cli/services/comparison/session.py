@@ -16,7 +16,7 @@ from tula_cli.services.comparison import accuracy, rows, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
 from tula_cli.services.exporting.background import beside
-from tula_cli.services.recommendation.site_charges import with_site_billing
+from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.train import part_to_train as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
 from tula_cli.spec.job import JobSpec

@@ -10,8 +10,8 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Diverged, JobFailed, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell
+from tula_cli.services import status, train
 from tula_cli.services import status as services_status
-from tula_cli.services import train
 from tula_cli.services.compare import (
     ENDED,
     START_SECONDS,
@@ -25,10 +25,7 @@ from tula_cli.services.compare import (
     total_hours,
 )
 from tula_cli.services.comparison import rounds
-from tula_cli.services.progress import job_status
-from tula_cli.services.progress.ending import load_summary
-from tula_cli.services.progress.job_status import JobStatus, TrainingStatus
-from tula_cli.services.status import RunStatus
+from tula_cli.services.status import JobStatus, RunStatus, TrainingStatus, load_summary
 
 MAX_FIRST_FAILURES = 3
 """Failures after which a comparison ends of which no training has worked."""
@@ -204,7 +201,7 @@ def wait_for_all(
     for run_status in services_status.watch_jobs(run, launcher, jobs, timeout=timeout):
         states = {job.id: job for job in run_status.jobs if job.id in cells}
         # What is lost at a first look may be on its way; the table tells in the end.
-        going_on = (*job_status.ACTIVE, "lost")
+        going_on = (*status.ACTIVE, "lost")
         newly_ended = [job for job in jobs if job in states and states[job].state not in going_on and job not in over]
         running = sum(job.state == "running" for job in states.values())
         count = functools.partial(_counts, run, plan)

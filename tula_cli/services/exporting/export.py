@@ -44,11 +44,11 @@ def report_files(part: Part, *, page: Callable[[Document], str] | None = None) -
     if newest is None:
         return ()
     if any(not path.is_file() or path.stat().st_mtime < newest for path in wanted):
-        from tula_cli.services.reporting.forms.markdown import markdown
+        from tula_cli.services.reporting.formats import markdown_text
         from tula_cli.services.reporting.run_report import build_run_report
 
         document = build_run_report(part.run, part.spec, partial(launcher.launcher_for, submits=False), now=time.time())
-        for path, form in zip(wanted, (markdown, page), strict=False):
+        for path, form in zip(wanted, (markdown_text, page), strict=False):
             if form is not None:
                 write_atomic(path, form(document))
     return tuple(wanted)

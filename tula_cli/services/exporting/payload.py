@@ -20,8 +20,7 @@ from tula_cli.run.secrets import may_be_secret, without_secrets
 from tula_cli.run.snapshot import Result, Snapshot
 from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
-from tula_cli.services.exporting.destination import digest
-from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+from tula_cli.services.exporting.destination import Described, Point, Scalar, State, digest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import leaves
 from tula_cli.words import configuration, first_line, plural

@@ -15,8 +15,7 @@ from tula_cli.run.owner import require_own
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.exporting import destination as state
-from tula_cli.services.exporting.destination import Destination, Sent, SentRun
-from tula_cli.services.exporting.exporter import Exporter, Point, State, TrackedRun
+from tula_cli.services.exporting.destination import Destination, Exporter, Point, Sent, SentRun, State, TrackedRun
 from tula_cli.services.exporting.payload import (
     Told,
     environment_in,

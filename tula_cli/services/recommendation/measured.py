@@ -2,8 +2,11 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,24 +15,27 @@ from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Objective
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.efficiency import Noise
+from tula_cli.models.efficiency import EARLY_SHARE, Noise, noise_scale
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
-from tula_cli.models.ramp.by_noise import NoisePath
+from tula_cli.models.ramp.by_noise import HOW_TO_MEASURE, NOISE_NOT_MEASURED, NoisePath, with_epochs
+from tula_cli.models.ramp.stage_nodes import ramp_on_nodes
+from tula_cli.models.time import stretches
 from tula_cli.models.time.noise import trimmed_mean
 from tula_cli.models.time.stretches import TrainingObservations
+from tula_cli.run.code import measured_snapshot
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.recommendations import Prediction, TrainedSteps
-from tula_cli.services.recommendation.by_trainings import observations_from_trainings
+from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage, TrainedSteps
+from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.recommendation.doubts import Results, UnknownConfigurations, describe_pending
-from tula_cli.services.recommendation.gradient_noise_of import noise_from_trainings, noise_path
 from tula_cli.services.recommendation.limits import Limits
-from tula_cli.services.recommendation.other_sizes import CachedTrainings, measurements_of_other_sizes
 from tula_cli.services.recommendation.saves import newest_saves
 from tula_cli.services.recommendation.validation import Validation, cross_validate_strategies
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.spec.scripts.script import script_samples
+from tula_cli.spec.signature import signature
 
 
 @dataclass(frozen=True)
@@ -310,3 +316,202 @@ def _require_enough(forecast: Forecast, unknown: Sequence[UnknownConfigurations]
         raise BadMeasurements(
             f"one probe is too few to choose by: {why}", "run tula profile again; it measures what is missing"
         )
+
+
+# --- Steps of trainings
+
+MAX_TRAININGS = 5
+"""Trainings of one configuration that count: more tell next to nothing beside them, of days longer ago."""
+
+
+def observations_from_trainings(
+    run: RunDir, spec: JobSpec, results: Sequence[Measured | OutOfMemory | Failed]
+) -> TrainingObservations:
+    """Return what the steps of a run's trainings say, ended or not, and why those of some do not count.
+
+    Those of other methods, models or code (which `tula compare` trains beside the job's own) say nothing of this one.
+
+    Args:
+        run: one that was measured on one type of nodes.
+        spec: the job, which counts where no task tells what the probes were made for.
+        results: of the probes; there is one that was measured, or nothing is told.
+    """
+    measured = [result for result in results if isinstance(result, Measured)]
+    names = run.train_signatures()
+    if not measured or not names:
+        return TrainingObservations()
+    tasks = run.tasks()
+    probed_job = next((task.spec for task in tasks if isinstance(task, ProbeTask)), spec)
+    snapshot = measured_snapshot(run)
+    observations: list[TrainedSteps] = []
+    left_out: list[str] = []
+    for name in sorted(names):
+        steps_here = [task for task in tasks if isinstance(task, TrainTask) and task.signature == name]
+        if not steps_here or not _trains_alike(
+            run, steps_here[-1], probed_job, code="" if snapshot is None else snapshot.digest
+        ):
+            continue
+        training_observations = stretches.observations_from_training(
+            steps_here, run.training(name).sampled_metrics(), functools.partial(_why_not_counted, measured)
+        )
+        observations += training_observations.found
+        left_out += [f"training {name}: {why}" for why in training_observations.left_out]
+    newest = [
+        steps
+        for steps_here in stretches.group_by_configuration(observations).values()
+        for steps in steps_here[-MAX_TRAININGS:]
+    ]
+    return TrainingObservations(
+        tuple(sorted(newest, key=lambda steps: (steps.nodes, steps.batch, steps.until))), tuple(left_out)
+    )
+
+
+def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
+    """Return whether a training makes the steps that the probes measured."""
+    facts, train = task.spec.train.facts, task.spec.train
+    if facts.tunes or facts.measured_as or (train.diagnostics and not facts.scales):
+        return False
+    snapshot = run.code(task.code)
+    return (snapshot.digest if snapshot is not None else "") == code and signature(task.spec) == signature(probed_job)
+
+
+def _why_not_counted(measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None) -> str:
+    """Say why steps of an attempt do not belong to the probes' fit; where a script's ran is not told."""
+    if environment is None:
+        return ""
+    probe_environment = measured[0].environment
+    if environment["hardware"] != probe_environment.hardware:
+        return f"it ran on {environment['hardware']}, the probes on {probe_environment.hardware}"
+    versions = {probe.environment.torch for probe in measured}
+    if environment["torch"] not in versions:
+        return f"it ran with torch {environment['torch']}, the probes with {', '.join(sorted(versions))}"
+    alike = [probe.oversubscribed for probe in measured if probe.nodes == task.nodes] or [False]
+    if environment.get("oversubscribed", False) and not all(alike):
+        return "its ranks shared cores or GPUs"
+    return ""
+
+
+# --- Other numbers of GPUs a node
+
+
+class CachedTrainings:
+    """Observations from the trainings of parts; each part is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, TrainingObservations] = {}
+
+    def __call__(self, part: Part) -> TrainingObservations:
+        if part.run.path not in self._known:
+            self._known[part.run.path] = observations_from_trainings(part.run, part.spec, part.run.results())
+        return self._known[part.run.path]
+
+
+def measurements_of_other_sizes(part: Part, trainings: CachedTrainings) -> OtherSizes:
+    """Return the measurements on the nodes of a part with other numbers of their GPUs."""
+    probes = [
+        result for other_part in part.sizes for result in other_part.run.results() if isinstance(result, Measured)
+    ]
+    return OtherSizes(tuple(probes), tuple(steps for other_part in part.sizes for steps in trainings(other_part).found))
+
+
+# --- Gradient noise
+
+
+def noisy_trainings(run: RunDir) -> list[TrainingRun]:
+    """Return the trainings of a run that measure their gradient noise."""
+    trainings = [run.training(signature) for signature in run.train_signatures()]
+    return [training for training in trainings if (task := training.newest_task()) and task.spec.train.measures_noise]
+
+
+def noise_from_trainings(runs: Iterable[RunDir], spec: JobSpec) -> Noise | None:
+    """Return what trainings of runs have measured, as `noise_near_tenth` has it; None of a script."""
+    if spec.script is not None:
+        return None
+    trainings = [training for run in runs for training in noisy_trainings(run)]
+    return noise_near_tenth(trainings, reference=spec.train.reference_batch, epochs=spec.train.epochs)
+
+
+def noise_near_tenth(trainings: Iterable[TrainingRun], *, reference: int, epochs: int) -> Noise | None:
+    """Return the noise that was measured nearest to a tenth of the epochs, at the reference batch if there is one.
+
+    Args:
+        trainings: that measure it.
+        reference: the batch whose epochs are counted.
+        epochs: of the whole training.
+
+    Returns:
+        None where none has measured it yet, or what was measured does not tell it.
+    """
+    rows = [row for row in _noise_rows(trainings) if row["epoch"] > 0]
+
+    def off(row: dict[str, Any]) -> tuple[bool, float]:
+        return row["batch"] != reference, abs(math.log(row["epoch"] / (EARLY_SHARE * epochs)))
+
+    for row in sorted(rows, key=off):
+        noise = noise_scale([GradientStats.model_validate(row["stats"])])
+        if noise is not None:
+            return replace(noise, epoch=float(row["epoch"]))
+    return None
+
+
+def _noise_rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
+    return [row for training in trainings for row in training.sampled_metrics() if row["kind"] == "noise"]
+
+
+def noise_path(
+    runs: Iterable[RunDir], spec: JobSpec, results: Iterable[Measured | OutOfMemory | Failed]
+) -> NoisePath | None:
+    """Return the noise over a training as it is known: at its start by the probes, later by trainings that measure it.
+
+    At each epoch the rows at the reference batch count, or all where there are none.
+
+    Args:
+        runs: of the job, one a type of node: the noise is not the hardware's.
+        spec: the job.
+        results: of its probes.
+
+    Returns:
+        None where no stages are to follow from it, or nothing tells it.
+    """
+    if spec.train.stages != "noise":
+        return None
+    gradient_stats = [
+        noise.gradients for noise in results if isinstance(noise, Measured) and noise.gradients is not None
+    ]
+    stats: dict[float, Sequence[GradientStats]] = {0.0: gradient_stats}
+    by_epoch = defaultdict(list)
+    for row in _noise_rows(training for run in runs for training in noisy_trainings(run)):
+        by_epoch[float(row["epoch"])].append(row)
+    for epoch, rows in by_epoch.items():
+        reference_rows = [row for row in rows if row["batch"] == spec.train.reference_batch]
+        stats[epoch] = [GradientStats.model_validate(row["stats"]) for row in reference_rows or rows]
+    scales = {epoch: noise.scale for epoch, stats_at_epoch in stats.items() if (noise := noise_scale(stats_at_epoch))}
+    return NoisePath.from_measurements(scales, reference=spec.train.reference_batch)
+
+
+def plan_stages(
+    run: RunDir, spec: JobSpec, nodes: int, batch: int, dataset_size: int, *, recommended: Recommendation | None
+) -> tuple[Stage, ...]:
+    """Return the stages of a training that begins, that of its own batch last; none where its batch does not grow.
+
+    Args:
+        run: of one type of node.
+        spec: the job.
+        nodes: number of nodes.
+        batch: global.
+        dataset_size: training samples.
+        recommended: for just this; of several types of nodes it knows what was measured on the others.
+
+    Raises:
+        BadMeasurements: they follow from a noise that nothing has measured.
+    """
+    stages_setting = spec.train.stages
+    if stages_setting is None or spec.script is not None:
+        return ()
+    if stages_setting == "noise" and recommended is not None and recommended.choice.type and recommended.stages:
+        return recommended.stages
+    noise = noise_path([run], spec, run.results())
+    if stages_setting == "noise" and noise is None:
+        raise BadMeasurements(NOISE_NOT_MEASURED, HOW_TO_MEASURE)
+    ramp = ramp_on_nodes(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
+    return with_epochs(ramp.stages, dataset_size)

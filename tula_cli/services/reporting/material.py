@@ -18,10 +18,9 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
-from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer
 from tula_cli.services.recommendation.measured import TypeMeasurements
-from tula_cli.services.status import RunStatus
+from tula_cli.services.status import ACTIVE, RunStatus
 from tula_cli.spec.job import JobSpec
 
 MIN_RELATIVE_CHANGE = 0.005

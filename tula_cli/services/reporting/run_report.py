@@ -8,22 +8,11 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.secrets import without_secrets
+from tula_cli.services.reporting import sections
 from tula_cli.services.reporting.comparison_document import describe_training_job
 from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.services.reporting.figures import describe_software, is_priced, newest_trainings
 from tula_cli.services.reporting.material import Material, gather_material
-from tula_cli.services.reporting.sections import (
-    chosen,
-    cross_validation,
-    gradients_logged,
-    measured_steps,
-    memory_curve,
-    methods_compared,
-    same_progress,
-    scaling_study,
-    time_and_cost,
-    training_outcome,
-)
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.version import __version__
 from tula_cli.words import amount, configuration, duration, interval_of_hours, moment, number, plural
@@ -48,18 +37,18 @@ def build_run_report(
 
 def build_document(material: Material) -> Document:
     """Return what was seen of a run as a document; sections of which there is nothing say why."""
-    sections = (
-        chosen.choice_section(material),
-        scaling_study.scaling_section(material),
-        time_and_cost.time_and_cost_section(material),
-        measured_steps.measured_section(material),
-        measured_steps.parts_section(material),
-        memory_curve.memory_section(material),
-        cross_validation.section(material),
-        same_progress.same_progress_section(material),
-        training_outcome.training_section(material),
-        gradients_logged.gradients_section(material),
-        *methods_compared.comparison_sections(material),
+    all_sections = (
+        sections.choice_section(material),
+        sections.scaling_section(material),
+        sections.time_and_cost_section(material),
+        sections.measured_section(material),
+        sections.parts_section(material),
+        sections.memory_section(material),
+        sections.cross_validation_section(material),
+        sections.same_progress_section(material),
+        sections.training_section(material),
+        sections.gradients_section(material),
+        *sections.comparison_sections(material),
     )
     made_by = f"{moment(material.at)}, tula {__version__}"
     return Document(
@@ -68,7 +57,7 @@ def build_document(material: Material) -> Document:
         _describe_answer(material),
         made_by,
         tuple(_run_facts(material)),
-        sections,
+        all_sections,
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+from tula_cli.services.reporting import formats
 from tula_cli.services.reporting.document import Cell, Column, Document, Fact, Figure, Section, Table
-from tula_cli.services.reporting.forms import cells
-from tula_cli.services.reporting.forms.csv_files import figure_rows
+from tula_cli.services.reporting.formats import figure_rows
 from tula_cli.show.html import figures
 from tula_cli.show.html.figures import figure_svg, remove_control_characters, require_matplotlib
 from tula_cli.words import plural
@@ -271,7 +271,7 @@ def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -
     told_cells = [
         f"<td{_cell_class(column, told)}>{escape_text(told)}</td>"
         for column, told in (
-            (column, cells.text(cell, column)) for column, cell in zip(table.columns, row, strict=True)
+            (column, formats.cell_text(cell, column)) for column, cell in zip(table.columns, row, strict=True)
         )
     ]
     return f"<tr{' class=chosen' * (mark == 'chosen')}>{first * marked}{''.join(told_cells)}</tr>"

@@ -13,7 +13,7 @@ from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS, Next
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.progress.ending import error_of_training
+from tula_cli.services.status import error_of_training
 from tula_cli.spec.resources import Cluster
 
 CLASSES = get_args(OutcomeClass)

@@ -1,1 +1,0 @@
-"""The Python API: what `import tula_cli as tula` offers."""

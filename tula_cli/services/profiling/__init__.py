@@ -1,1 +1,0 @@
-"""Measuring in rounds, on each type of node."""

@@ -1,1 +1,0 @@
-"""How far runs and their jobs are."""

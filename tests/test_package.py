@@ -77,7 +77,7 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
         ),
         ("optim/gradient_stats.py", "from tula_cli.spec.sections import JobSpec", "the optimizers stand alone"),
         (
-            "shim/tula_shim/place.py",
+            "shim/tula_shim/ranks.py",
             "from tula_cli.errors import TulaError",
             "the shim needs nothing of tula and nothing but torch",
         ),

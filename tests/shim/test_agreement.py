@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tula_cli.shim.tula_shim import agreement, recorder
-from tula_cli.shim.tula_shim.agreement import NoStoreError, agree
+from tula_cli.shim.tula_shim import ranks as ranks_module
+from tula_cli.shim.tula_shim import recorder
 from tula_cli.shim.tula_shim.plan import read_plan
-from tula_cli.shim.tula_shim.pulse import Pulse
-from tula_cli.shim.tula_shim.requests import Requests
+from tula_cli.shim.tula_shim.ranks import NoStoreError, agree
+from tula_cli.shim.tula_shim.supervision import Pulse, Requests
 
 
 class Store(dict[str, bytes]):
@@ -29,8 +29,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the group; set its `rank` to be another one."""
     store = Store()
     group = SimpleNamespace(rank=0, get_rank=lambda: group.rank)
-    monkeypatch.setattr(agreement, "process_group", lambda: group)
-    monkeypatch.setattr(agreement, "_store", lambda: store)
+    monkeypatch.setattr(ranks_module, "process_group", lambda: group)
+    monkeypatch.setattr(ranks_module, "_store", lambda: store)
     return group
 
 
@@ -56,7 +56,7 @@ def test_a_single_rank_asks_nobody() -> None:
 
 
 def test_ranks_that_have_no_store_cannot_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "process_group", lambda: None)
+    monkeypatch.setattr(ranks_module, "process_group", lambda: None)
     with pytest.raises(NoStoreError):
         agree("steps", lambda: "7", world=2)
 
@@ -95,7 +95,7 @@ def test_a_median_is_taken_where_it_decides_and_nowhere_else(
 
 
 def test_requests_are_off_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(agreement, "process_group", lambda: None)
+    monkeypatch.setattr(ranks_module, "process_group", lambda: None)
     plan = {"version": 1, "task": "t", "folder": str(tmp_path), "mode": "train", "warmup": 1, "save": True}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     pulse = Asked(read_plan(str(tmp_path / "plan.json")))

@@ -15,9 +15,9 @@ from tula_cli.cluster.scripts.methods import copy_optim
 from tula_cli.optim import TulaOptimizer, configured
 from tula_cli.presets import AGS_PRESETS, DIVIDING
 from tula_cli.run.records.scripts import AgsPlan, ShimPlan
-from tula_cli.shim.tula_shim.hooks import ags_steps
-from tula_cli.shim.tula_shim.hooks.ags_steps import AgsSteps, CannotScaleError
-from tula_cli.shim.tula_shim.hooks.ddp_split import DdpSplit
+from tula_cli.shim.tula_shim import ags as ags_module
+from tula_cli.shim.tula_shim.ags import AgsSteps, CannotScaleError
+from tula_cli.shim.tula_shim.ddp_split import DdpSplit
 from tula_cli.shim.tula_shim.plan import PlanError, read_plan
 
 pytestmark = pytest.mark.torch
@@ -221,7 +221,7 @@ class SGDW(torch.optim.SGD):
     ("kind", "gradients"), [(torch.optim.SGD, True), (SGDW, True), (torch.optim.AdamW, False), (Prodigy, False)]
 )
 def test_gradients_are_scaled_where_that_is_known_to_act_else_updates(kind: Any, gradients: bool) -> None:
-    assert ags_steps.takes_gradients(kind.__new__(kind), DIVIDING) is gradients
+    assert ags_module.takes_gradients(kind.__new__(kind), DIVIDING) is gradients
 
 
 def test_gradients_of_adam_are_refused(around: Callable[..., AgsSteps]) -> None:
@@ -248,8 +248,8 @@ def test_an_optimizer_within_a_trainers_is_meant(around: Callable[..., AgsSteps]
 def test_a_python_or_torch_that_is_too_old_is_refused_with_both(
     around: Callable[..., AgsSteps], monkeypatch: pytest.MonkeyPatch, versions: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(ags_steps, "LEAST_PYTHON", versions[0])
-    monkeypatch.setattr(ags_steps, "LEAST_TORCH", versions[1])
+    monkeypatch.setattr(ags_module, "LEAST_PYTHON", versions[0])
+    monkeypatch.setattr(ags_module, "LEAST_TORCH", versions[1])
     python = ".".join(str(part) for part in sys.version_info[:2])
     with pytest.raises(CannotScaleError, match=rf"needs Python .* the script runs Python {python}.* torch 2\."):
         Loop().around(around())
@@ -281,7 +281,7 @@ def test_an_optimizer_of_other_parameters_is_refused(around: Callable[..., AgsSt
     ags.made(loop.base)
     ags.seek()
     with pytest.raises(CannotScaleError, match="no optimizer was made of the parameters"):
-        for _ in range(ags_steps.PATIENCE):
+        for _ in range(ags_module.PATIENCE):
             ags.after_step(loop.base)
 
 
@@ -330,7 +330,7 @@ def test_another_optimizer_that_takes_over_is_refused(around: Callable[..., AgsS
     own, other = Loop().around(around()).train(range(1)), Loop()
     assert own.ags is not None
     with pytest.raises(CannotScaleError, match=r"trains with another optimizer, torch.optim.sgd.SGD"):
-        for _ in range(ags_steps.MOST_WITHOUT + 1):
+        for _ in range(ags_module.MOST_WITHOUT + 1):
             own.ags.after_step(other.base)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tula_cli.shim.tula_shim.hooks.batches import LENGTH, Delivered, content, epoch_samples, find_samples
+from tula_cli.shim.tula_shim.batches import LENGTH, Delivered, content, epoch_samples, find_samples
 
 
 class Tensor(NamedTuple):

@@ -12,9 +12,9 @@ from script_ranks import ScriptRanks
 
 from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.shim.tula_shim import stopping
-from tula_cli.shim.tula_shim.hooks.failing import batch_norm, class_name, listen, of_a_launcher, write_failure
-from tula_cli.shim.tula_shim.place import own_rank, world
+from tula_cli.shim.tula_shim.failing import batch_norm, class_name, listen, of_a_launcher, write_failure
 from tula_cli.shim.tula_shim.plan import read_plan
+from tula_cli.shim.tula_shim.ranks import own_rank, world
 from tula_cli.shim.tula_shim.recorder import EVAL, Recorder
 from tula_cli.shim.tula_shim.stopping import wait_for_ranks
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.shim.tula_shim.hooks import killing
-from tula_cli.shim.tula_shim.hooks.killing import Killing
+from tula_cli.shim.tula_shim import supervision
 from tula_cli.shim.tula_shim.plan import read_plan
+from tula_cli.shim.tula_shim.supervision import Killing
 
 LATER = 2_000_000_000.0  # Unix time
 
@@ -23,8 +23,8 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
         name: of the file.
     """
     ended: list[int] = []
-    monkeypatch.setattr(killing, "PATIENCE", 0.0)  # these files are of tomorrow, and do not settle
-    monkeypatch.setattr(killing.os, "kill", lambda *_: ended.append(1))
+    monkeypatch.setattr(supervision, "PATIENCE", 0.0)  # these files are of tomorrow, and do not settle
+    monkeypatch.setattr(supervision.os, "kill", lambda *_: ended.append(1))
     told = folder / "told"
     told.mkdir()
     wanted = {"checkpoint": str(folder / "c*"), "after": 5, "settled": 0.0}

@@ -14,7 +14,7 @@ from torch import nn
 from tula_cli.cluster.scripts.methods import copy_optim
 from tula_cli.optim import Ortho
 from tula_cli.run.records.scripts import OrthoPlan, ShimPlan
-from tula_cli.shim.tula_shim.hooks.ortho_steps import CannotOrthogonaliseError, OrthoSteps, find_module
+from tula_cli.shim.tula_shim.ortho import CannotOrthogonaliseError, OrthoSteps, find_module
 from tula_cli.shim.tula_shim.plan import read_plan
 
 pytestmark = pytest.mark.torch

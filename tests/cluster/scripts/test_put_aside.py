@@ -17,10 +17,10 @@ SCRIPT = """
 import mmap, os, shutil, sqlite3, sys, tempfile, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tula_shim.hooks import files
+from tula_shim import file_changes
 if len(sys.argv) > 4:
-    files.MAX_COPY = int(sys.argv[4])
-recorder = files.Files(Path(sys.argv[2]), [])
+    file_changes.MAX_COPY = int(sys.argv[4])
+recorder = file_changes.Files(Path(sys.argv[2]), [])
 recorder.listen()
 os.chdir(sys.argv[3])
 def step():

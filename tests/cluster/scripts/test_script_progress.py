@@ -323,7 +323,7 @@ def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(ru
     folder.mkdir(parents=True)
     why = "train.method ags: the script's 2 ranks train without DistributedDataParallel"
     told = {"version": 1, "task": "train-x-1", "attempt": 1, "rank": 0, "host": "h", "pid": 1, "where": "method"}
-    error = "tula_shim.hooks.ags_steps.CannotScaleError"
+    error = "tula_shim.ags.CannotScaleError"
     told |= {"error": error, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
     (folder / "failure-0.json").write_text(json.dumps(told))
     own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from .hooks.optimizers import full_name, learning_rate
 from .install import recorder, tick
+from .optimizers import full_name, learning_rate
 from .stopping import insist, stop
 
 

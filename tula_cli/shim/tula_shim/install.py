@@ -10,10 +10,10 @@ import os
 import sys
 from typing import Any, Callable
 
-from .hooks import ags_hooks, batches, ddp_split, failing
-from .hooks.ags_steps import AgsSteps
-from .hooks.batches import Delivered
-from .hooks.optimizers import learning_rate
+from . import batches, ddp_split, failing
+from .ags import AgsSteps, hook_steps
+from .batches import Delivered
+from .optimizers import learning_rate
 from .plan import PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
 from .stopping import insist, stop, write_begun, write_result
@@ -88,7 +88,7 @@ def _hook_ags(mine: Recorder) -> None:
         assert mine.ags is not None
         return mine.ags
 
-    ags_hooks.listen(ags)
+    hook_steps(ags)
 
 
 def _hook_optimizers(mine: Recorder) -> None:

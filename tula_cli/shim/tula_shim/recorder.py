@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import socket
+import sys
 from typing import Any, NamedTuple
 
-from .agreement import NoStoreError, agree
+from . import clocks
+from .ags import AgsSteps
+from .batches import Delivered
 from .clocks import HostClock, Mark, clock, peak, process_age, reset_peak
-from .hooks.ags_steps import AgsSteps
-from .hooks.batches import Delivered
-from .hooks.ddp_split import DdpSplit
-from .hooks.files import Files
-from .hooks.killing import Killing
-from .hooks.optimizers import Optimizers
-from .hooks.ortho_steps import OrthoSteps
-from .hooks.schedules import Schedule
-from .place import own_rank, world
+from .ddp_split import DdpSplit
+from .file_changes import Files
+from .optimizers import Optimizers, Schedule, base_learning_rate
+from .ortho import OrthoSteps
 from .plan import Plan
-from .pulse import Pulse
-from .requests import Requests
+from .ranks import NoStoreError, agree, backend, own_rank, world
+from .supervision import Killing, Pulse, Requests
 
 WARMUP, TIMED, SYNC, NORMS, LOCAL = "warmup", "timed", "sync", "norms", "local"
 
@@ -247,3 +247,88 @@ class Recorder:
     def _fitting_steps(self) -> str:
         fitting = int(self.plan.seconds / max(self.pulse.median, 1e-9))
         return str(max(self.plan.min_steps, min(self.plan.max_steps, fitting)))
+
+
+# --- The result of one rank
+
+
+def report(recorder: Recorder, why: str) -> dict[str, Any]:
+    """Return what this rank has seen; reading it waits for the GPU.
+
+    Args:
+        recorder: of this process.
+        why: "begun", "stopped", "ended" or "saved".
+    """
+    plan, optimizers = recorder.plan, recorder.optimizers
+    main = optimizers.main() or {"name": None, "elements": None}
+    torch = sys.modules.get("torch")
+    notes = [*recorder.notes, recorder.split.note, recorder.requests.note]
+    return {
+        "version": 1,
+        "task": plan.task,
+        "attempt": plan.attempt,
+        "why": why,
+        "rank": recorder.rank,
+        "world": recorder.world,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "expected": plan.expected,
+        "python": platform.python_version(),
+        "torch": str(getattr(torch, "__version__", "")),
+        "device": recorder.device,
+        "hardware": clocks.hardware(),
+        "backend": backend(),
+        "capacity": clocks.capacity(),
+        "startup": recorder.startup,
+        "steps": recorder.step,
+        "samples": recorder.samples(),
+        "optimizer": main["name"],
+        "parameters": main["elements"],
+        "bytes": optimizers.bytes or None,
+        "peak": recorder.peaks,
+        "lr": _lr(recorder),
+        "warmup": [recorder.seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
+        "timed": [_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
+        "split": _split(recorder),
+        "loader": recorder.delivered.facts.get(recorder.delivered.training or 0),
+        "loaders": list(recorder.delivered.facts.values()),
+        "notes": [note for note in notes if note],
+    }
+
+
+def _lr(recorder: Recorder) -> dict[str, float | None] | None:
+    """Return the learning rates of the first step, the first timed one and the last one, and that before any scheduler."""
+    lrs = [float(lr) for lr in recorder.lrs if lr is not None]
+    if not lrs:
+        return None
+    base = base_learning_rate(recorder.optimizers.clock)
+    return {"base": base, "first": lrs[0], "timed": lrs[min(recorder.plan.warmup, len(lrs) - 1)], "last": lrs[-1]}
+
+
+def _row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
+    delivered = recorder.delivered
+    dataset = delivered.trained_on(interval.counts)
+    samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
+    counted = delivered.counts_samples(dataset)
+    return {
+        "seconds": recorder.seconds(interval.begin, interval.end),
+        "wait": waited if delivered.training is not None else None,
+        "samples": interval.samples if interval.samples is not None else samples if counted else None,
+        "batches": batches if delivered.training is not None else None,
+        "backwards": interval.backwards,
+        "gap": [name for cause, name in CAUSES.items() if interval.gap & cause],
+    }
+
+
+def _split(recorder: Recorder) -> dict[str, Any] | None:
+    """Return what the steps after the timed ones have shown; None where there were none."""
+    split = recorder.split
+    if not split.exposed:
+        return None
+    return {
+        "modules": len(split.alive()),
+        "hook": split.hook,
+        "sync": [sum(recorder.seconds(*pair) for pair in pairs) for pairs in split.exposed],
+        "norms": [[float(own), float(reduced)] for own, reduced in split.norms],
+        "local": [_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local],
+    }

@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from typing import Callable
 
-from .output import write_json
-from .recorder import Recorder
-from .report import report
+from .plan import write_json
+from .recorder import Recorder, report
 
 PATIENCE = 20.0
 """Seconds for the other ranks to write: one that is still in a collective would die with an error of its own."""

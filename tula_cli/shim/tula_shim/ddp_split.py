@@ -9,7 +9,7 @@ import functools
 import weakref
 from typing import Any, Callable
 
-from ..clocks import Mark
+from .clocks import Mark
 
 Inner = Callable[[Any, Any], Any]
 

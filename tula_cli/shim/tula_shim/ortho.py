@@ -14,12 +14,13 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
-from .ags_steps import INSTEAD, PACKAGE, evaluated, unsupported
+from .ags import INSTEAD, PACKAGE, evaluated, unsupported
 from .failing import write_failure
 from .optimizers import full_name, parameters
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from .plan import Plan
+
 
 PATIENCE = 3
 """Steps of optimizers without a matrix after which the training ends."""

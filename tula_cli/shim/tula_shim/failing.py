@@ -12,9 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable
 
-from ..output import write_json
-from ..place import own_rank
-from ..plan import Plan
+from .plan import Plan, write_json
+from .ranks import own_rank
 
 CHILDS_ERRORS = {"subprocess.CalledProcessError"}
 """What launchers raise when a rank has failed, beside all of torch.distributed.elastic."""

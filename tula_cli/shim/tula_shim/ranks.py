@@ -1,0 +1,91 @@
+"""Which rank this process is, of how many, and numbers that all ranks share through the store in which their process group met."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any, Callable, Mapping
+
+
+def process_group() -> Any | None:
+    """Return torch.distributed where a process group is initialised, else None."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def backend() -> str:
+    """Return what the process group talks through; empty without one."""
+    group = process_group()
+    return "" if group is None else str(group.get_backend())
+
+
+def own_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return this process' rank: of its group, else of RANK or SLURM_PROCID; None where nothing tells it."""
+    group = process_group()
+    if group is not None:
+        return int(group.get_rank())
+    for name in ("RANK", "SLURM_PROCID"):
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
+    return None
+
+
+def world(*, by_hand: bool = False, environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks share a step.
+
+    Without a process group that is 1, whatever WORLD_SIZE says, unless the loop told its steps `by_hand`: it may reduce
+    with something else than torch.
+    """
+    group = process_group()
+    if group is not None:
+        return int(group.get_world_size())
+    size = environment.get("WORLD_SIZE", "")
+    return int(size) if by_hand and size.isdigit() else 1
+
+
+# --- Agreement
+
+PATIENCE = timedelta(minutes=10)
+"""Rank 0 may evaluate alone meanwhile."""
+
+
+class NoStoreError(RuntimeError):
+    """The ranks have no store to agree through."""
+
+
+def agree(name: str, decide: Callable[[], str], *, world: int) -> str:
+    """Return what rank 0 has decided; every rank asks at the same step.
+
+    Args:
+        name: of the question; used once.
+        decide: the answer, asked on rank 0 alone.
+        world: ranks.
+
+    Raises:
+        NoStoreError: there are several ranks and no torch process group with a store.
+    """
+    if world == 1:
+        return decide()
+    group = process_group()
+    store = _store() if group is not None else None
+    if group is None or store is None:
+        raise NoStoreError("several ranks without a torch process group cannot agree on a step")
+    key = f"tula/{name}"
+    if group.get_rank() == 0:
+        answer = decide()
+        store.set(key, answer)
+        return answer
+    store.wait([key], PATIENCE)
+    found = store.get(key)
+    return str(found, "utf-8") if isinstance(found, bytes) else str(found)
+
+
+def _store() -> Any | None:
+    from torch.distributed import distributed_c10d
+
+    find = getattr(distributed_c10d, "_get_default_store", None)  # the same from torch 2.0 to 2.15
+    return find() if find is not None else None

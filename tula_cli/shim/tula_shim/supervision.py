@@ -1,0 +1,269 @@
+"""What the supervisor hears of this process and asks of it: its pulse, requests to save, and in a rehearsal of a resume its end."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import signal
+import socket
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+from .plan import Plan, append_row, write_json
+from .ranks import NoStoreError, agree
+
+REMEMBERED = 100  # steps, for the median
+REMEMBERED_SAMPLES = 20  # steps: a batch that changes is to be seen soon
+
+
+class Pulse:
+    """Writes heartbeat-<rank>.json and steps-<rank>.jsonl at most as often as the plan says. Times of the host."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rank = 0
+        self.step = 0
+        self.samples: float | None = None
+        self.before: float | None = 0.0  # samples before the last step
+        self.lost: str | None = None
+        self._began: float | None = None  # perf_counter at the last step
+        self._beaten = self._row_at = float("-inf")
+        self._stepped_at = 0.0
+        self._recent: deque[float] = deque(maxlen=REMEMBERED)
+        self._recent_samples: deque[float] = deque(maxlen=REMEMBERED_SAMPLES)
+        self._newest: dict[str, Any] = {}
+        self.more: Callable[[], dict[str, Any]] = dict
+        """What else a row tells."""
+
+    @property
+    def median(self) -> float:
+        """Return the median of the last steps in seconds; 0.0 before the second."""
+        return statistics.median(self._recent) if self._recent else 0.0
+
+    def beat(self, step: int, samples: float | None) -> None:
+        """Take note of a step; `samples` are those of all steps."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self._recent.append(now - self._began)
+            self.before = self.samples
+            if samples is not None and self.before is not None:
+                self._recent_samples.append(samples - self.before)
+        self._began, self.step, self.samples = now, step, samples
+        self._stepped_at = time.time()
+        self._write_if_due(now)
+
+    def alive(self) -> None:
+        """Take note that something goes on between two steps: a batch came, an evaluation began."""
+        self._write_if_due(time.perf_counter())
+
+    def _write_if_due(self, now: float) -> None:
+        if now - self._beaten >= self.plan.heartbeat:
+            self._beaten = now
+            self.write()
+
+    def write(self) -> None:
+        """Write the heartbeat as it stands."""
+        content = {
+            "step": self.step,
+            "samples": self.samples,
+            "stepped_at": self._stepped_at,
+            "seconds": self.median,
+            "step_samples": statistics.median(self._recent_samples) if self._recent_samples else None,
+            "alive_at": time.time(),
+            "lost": self.lost,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        write_json(self.plan.folder / f"heartbeat-{self.rank}.json", content, durable=False)
+
+    def row(self, causes: list[str], *, lr: Any, loss: Any) -> None:
+        """Write a row of a training when one is due, and one of each step that held something else. After `beat`."""
+        self._newest = {"lr": lr, "loss": loss}
+        if causes and self._recent:
+            where = {"step": self.step, "samples": self.samples, "time": time.time()}
+            self._append(kind="gap", **where, before=self.before, seconds=self._recent[-1], causes=causes)
+        if self._began is not None and self._began - self._row_at >= self.plan.row:
+            self._row_at = self._began
+            self.close()
+
+    def close(self) -> None:
+        """Write a row of where the training stands. A tensor on a GPU is waited for, here alone."""
+        newest = {name: None if value is None else float(value) for name, value in self._newest.items()}
+        self._append(kind="row", step=self.step, samples=self.samples, time=time.time(), **newest, **self.more())
+
+    def note(self, step: int, text: str) -> None:
+        """Write what is to be known of the training."""
+        self._append(kind="note", step=step, samples=self.samples, time=time.time(), text=text)
+
+    def load(self, path: str, written: float) -> None:
+        """Write that a file was loaded before the first step."""
+        self._append(kind="load", step=0, samples=0.0, time=time.time(), path=path, written=written)
+
+    def _append(self, **row: Any) -> None:
+        append_row(self.plan.folder / f"steps-{self.rank}.jsonl", row)
+
+
+# --- Requests to save
+
+EVERY = 2.0  # seconds between two looks
+MOST_STEPS = 1000
+
+
+class Requests:
+    """Looks for save.json every few steps. Which steps, rank 0 decides once: ranks may only look together."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.callback: Callable[[str], object] | None = None
+        self.note = ""
+        self._every = 0
+        self._off = not plan.save
+
+    def look(self, step: int, pulse: Pulse, world: int) -> str:
+        """Return "save" or "stop" where that is asked for after this step, else "". The pulse tells how long steps take."""
+        if self._off or step < self.plan.warmup or (self._every and step % self._every):
+            return ""
+        try:
+            if not self._every:
+                self._every = int(agree("every", lambda: str(_steps_between(pulse.median)), world=world))
+                return ""
+            return agree(f"asked/{step}", self._asked, world=world)
+        except NoStoreError as error:
+            self._off = True
+            self.note = f"saves cannot be asked for: {error}"
+            return ""
+
+    def _asked(self) -> str:
+        try:
+            asked = json.loads((self.plan.folder / "save.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return ""  # none, or half of one: the next look sees it whole
+        return "stop" if asked.get("then") == "stop" else "save"
+
+    def save(self, step: int, samples: float | None, rank: int) -> bool:
+        """Have the loop save; return whether it could."""
+        if self.callback is None:
+            return False
+        self.callback(self.plan.checkpoint)
+        self.saved(step, samples, rank, path=self.plan.checkpoint)
+        return True
+
+    def saved(self, step: int, samples: float | None, rank: int, *, path: str) -> None:
+        """Tell the supervisor that a checkpoint is written."""
+        if rank == 0:
+            told = {"step": step, "samples": samples, "path": path, "time": time.time()}
+            write_json(self.plan.folder / "saved.json", told)
+            with contextlib.suppress(FileNotFoundError):
+                (self.plan.folder / "save.json").unlink()
+
+
+def _steps_between(median: float) -> int:
+    return max(1, min(MOST_STEPS, round(EVERY / max(median, 1e-6))))
+
+
+# --- A rehearsal of a resume
+
+PATIENCE = 120.0
+"""Seconds at most for a checkpoint to be written: some are, by a thread, while training goes on."""
+
+
+class Killing:
+    """Counts the steps to the checkpoint and beyond. From within, for from outside a short script is over before it is seen."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.wanted: dict[str, Any] = plan.rehearsal or {}
+        self._since = 0.0  # Unix time of the first step
+        self._found: dict[str, Any] | None = None
+        self._last = 0  # step after which it ends
+        self._seen = _Newest()
+
+    def after_step(self, step: int, before: float | None, rank: int, dataset: int | None) -> None:
+        """Take note of a step, of the samples of this rank before it, and of what its data loader holds. May not return.
+
+        Raises:
+            OSError: what was seen cannot be written.
+        """
+        if not self.wanted:
+            return
+        self._since = self._since or time.time()
+        if step == self.wanted.get("ask_at"):
+            self._ask(str(self.wanted.get("ask", "")), rank)
+        if rank == 0:
+            self._look(step, before, dataset)
+            if self._found is not None and step >= self._last:
+                self._kill()
+
+    def _ask(self, how: str, rank: int) -> None:
+        if how.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, how))
+        elif rank == 0 and how.startswith("file:"):
+            path = Path(how[len("file:") :])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        elif rank == 0 and how == "hooks":
+            write_json(self.plan.folder / "save.json", {"then": "go on"})
+
+    def _look(self, step: int, samples: float | None, dataset: int | None) -> None:
+        """Take note of the newest checkpoint, which holds what was trained up to the step before: a script may save each step."""
+        seen = _newest(str(self.wanted["checkpoint"]))
+        if seen.changed < self._since:
+            return
+        before, self._seen = self._seen, seen
+        if not seen.replaces(before):
+            return
+        if self._found is None:
+            self._last = step - 1 + int(self.wanted["after"])
+        self._found = {"steps": step - 1, "samples": samples, "dataset": dataset, "killed": False}
+        self._write()
+
+    def _kill(self) -> None:
+        deadline, settled = time.time() + PATIENCE, float(self.wanted.get("settled", 2.0))
+        while time.time() - self._changed() < settled and time.time() < deadline:
+            time.sleep(settled / 20)
+        assert self._found is not None
+        self._found["killed"] = True
+        self._write()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _write(self) -> None:
+        assert self._found is not None
+        write_json(self.plan.folder / "rehearsal.json", self._found)
+
+    def _changed(self) -> float:
+        """Return when a checkpoint was written last (Unix time); 0 where there is none."""
+        return _newest(str(self.wanted["checkpoint"])).changed
+
+
+class _Newest(NamedTuple):
+    """The checkpoint that was written last, as far as files tell."""
+
+    changed: float = 0.0  # Unix time
+    path: str = ""
+    inode: int = 0
+    size: int = 0  # bytes
+
+    def replaces(self, before: _Newest) -> bool:
+        """Return whether this is another checkpoint, not the one before that is still being written (which grows)."""
+        if (self.path, self.inode) != (before.path, before.inode):
+            return True
+        return self.changed > before.changed and os.path.isfile(self.path) and self.size <= before.size  # noqa: PTH113
+
+
+def _newest(pattern: str) -> _Newest:
+    return max((_state(path) for path in glob.iglob(pattern, recursive=True)), default=_Newest())  # noqa: PTH207 - an absolute pattern
+
+
+def _state(path: str) -> _Newest:
+    """Return what there is at a path; of a folder, when its newest file was written."""
+    files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
+    try:
+        own, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116
+    except OSError:
+        return _Newest()  # replaced meanwhile
+    return _Newest(changed, path, own.st_ino, own.st_size)

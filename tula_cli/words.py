@@ -164,12 +164,12 @@ def stamped(line: str) -> str:
 
 def told_time(line: str) -> float | None:
     """Return the Unix time that a line of a log begins with (local where it names no zone); None where it has none."""
-    found = _STAMP.match(line)
-    if found is None:
+    match = _STAMP.match(line)
+    if match is None:
         return None
-    zone = (found[3] or "").replace("Z", "+0000")
+    zone = (match[3] or "").replace("Z", "+0000")
     try:
-        return datetime.strptime(f"{found[1]} {found[2]}{zone}", f"%Y-%m-%d %H:%M:%S{'%z' * bool(zone)}").timestamp()
+        return datetime.strptime(f"{match[1]} {match[2]}{zone}", f"%Y-%m-%d %H:%M:%S{'%z' * bool(zone)}").timestamp()
     except (ValueError, OverflowError):
         return None
 
@@ -192,8 +192,8 @@ def tag(rank: int) -> str:
 
 def rank_of(line: str) -> int | None:
     """Return the rank whose tag stands before a line; None where none does."""
-    found = _TAG.match(line)
-    return int(found[1]) if found else None
+    match = _TAG.match(line)
+    return int(match[1]) if match else None
 
 
 def progress(
@@ -208,10 +208,10 @@ def progress(
 ) -> str:
     """Return how far a training is: of its epochs, in samples, at a global batch, with the time of a step and what is left (s)."""
     epochs = "" if epoch is None else f"epoch {epoch:.4g}" + (f" of {of}" if of else "") + ", "
-    told = f"{epochs}sample {samples}: batch {batch}"
-    told += "" if loss is None else f", loss {number(loss, 4)}"
-    told += f", {number(batch / step_time)} samples/s" if step_time > 0 else ""
-    return told + ("" if left is None else f", {duration(left)} left")
+    text = f"{epochs}sample {samples}: batch {batch}"
+    text += "" if loss is None else f", loss {number(loss, 4)}"
+    text += f", {number(batch / step_time)} samples/s" if step_time > 0 else ""
+    return text + ("" if left is None else f", {duration(left)} left")
 
 
 def pause(age: float) -> float:
@@ -222,7 +222,7 @@ def pause(age: float) -> float:
 def shortened_pair(before: str, after: str, longest: int) -> tuple[str, str]:
     """Return two texts in so many characters each, if they are longer those about the first in which they differ."""
     pairs = enumerate(zip(before, after, strict=False))
-    common = next((place for place, (one, other) in pairs if one != other), min(len(before), len(after)))
+    common = next((place for place, (word, other) in pairs if word != other), min(len(before), len(after)))
     start = max(0, min(common - longest // 3, max(len(before), len(after)) - longest + 3))
 
     def shortened(text: str) -> str:

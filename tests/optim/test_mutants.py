@@ -192,8 +192,8 @@ MUTANTS = {
     "norms of another average are used": ("ags", 'return {"ewma": self.ewma}', "return {}"),
     "factors of another average are used": ("ags", ', "ema": self.ema}', "}"),
     # the ranks' own gradients
-    "the sum over the ranks": ("ddp_hook", "own / dist.get_world_size()", "own"),
-    "this rank's norm alone": ("ddp_hook", "        dist.all_reduce(own)\n", ""),
+    "the sum over the ranks": ("ddp_hook", "local_squares / dist.get_world_size()", "local_squares"),
+    "this rank's norm alone": ("ddp_hook", "        dist.all_reduce(local_squares)\n", ""),
     "both norms from before the reduction": (
         "ddp_hook",
         "seen.averaged = _squares(grads)",

@@ -285,10 +285,10 @@ def _check_on_cluster(
     work = service.run_node_check(
         run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file
     )
-    found = done(screen, work)
-    screen.answer(found, show_check.render_cluster_check(found))
-    warn_all(screen, found.warnings)
-    found.require_sound(str(job))
+    cluster_check = done(screen, work)
+    screen.answer(cluster_check, show_check.render_cluster_check(cluster_check))
+    warn_all(screen, cluster_check.warnings)
+    cluster_check.require_sound(str(job))
 
 
 def _rehearse(
@@ -310,12 +310,12 @@ def _rehearse(
     work = service.run_resume_test(
         run, spec, launcher.launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=file
     )
-    found = done(screen, work)
-    if found.contradiction:
-        screen.warn(found.contradiction)
-    screen.answer(show_check.resume_test_data(found), show_check.render_resume_test(found))
-    found.require_found(str(job))
-    found.require_resumable(str(job), "mend its resume, and rehearse again")
+    finding = done(screen, work)
+    if finding.contradiction:
+        screen.warn(finding.contradiction)
+    screen.answer(show_check.resume_test_data(finding), show_check.render_resume_test(finding))
+    finding.require_found(str(job))
+    finding.require_resumable(str(job), "mend its resume, and rehearse again")
 
 
 def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:

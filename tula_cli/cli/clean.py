@@ -47,8 +47,12 @@ def clean(
         _runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long
     )
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
-        told = f"{kept_run.id}: {kept_run.kept}; nothing was freed"
-        raise Pending(told, "tula cancel ends its jobs; or leave it out") if kept_run.lives else BadMeasurements(told)
+        kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was freed"
+        raise (
+            Pending(kept_words, "tula cancel ends its jobs; or leave it out")
+            if kept_run.lives
+            else BadMeasurements(kept_words)
+        )
     if dry_run or not any(run_space.holdings for run_space in run_spaces):
         shown = (
             show_clean.render_spaces(run_spaces, width=screen.width)
@@ -84,11 +88,11 @@ def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[Run
         if len(owned_runs) < len(every):
             screen.note(f"{len(every) - len(owned_runs)} of {len(every)} runs are other users', and left out")
         return owned_runs
-    found = {(run := find_run(screen, one, root)).path.resolve(): run for one in named}
-    for run in found.values():
+    runs = {(run := find_run(screen, name, root)).path.resolve(): run for name in named}
+    for run in runs.values():
         run_format.require_known_format(run.path)
         owner.require_own(run.path)
-    return list(found.values())
+    return list(runs.values())
 
 
 def _confirmed(screen: Screen, *, yes: bool) -> bool:

@@ -76,19 +76,22 @@ def compare(
     )
     if only_show:
         return _show(screen, run, spec, request, node_type=node_type, html=html)
-    own = dependencies(
+    own_dependencies = dependencies(
         inspector(screen, run.path.parent, keep=not dry_run),
         unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
     )
-    prepared = done(screen, session.prepare(run, spec, request, own, node_type=node_type))
+    prepared = done(screen, session.prepare(run, spec, request, own_dependencies, node_type=node_type))
     if dry_run:
-        return _dry_run(screen, prepared, own)
+        return _dry_run(screen, prepared, own_dependencies)
     wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
-    found = done(
-        screen, session.run_comparison(prepared, own, wait_policy, file=settings_origin(run, job, overrides or ()))
+    comparison = done(
+        screen,
+        session.run_comparison(
+            prepared, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())
+        ),
     )
-    _answer(screen, prepared.part, prepared.plan.comparison, found, html=html)
-    return found.require_none_failed()
+    _answer(screen, prepared.part, prepared.plan.comparison, comparison, html=html)
+    return comparison.require_none_failed()
 
 
 def _show(

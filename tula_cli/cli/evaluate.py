@@ -50,15 +50,17 @@ def evaluate(
     run, spec = open_run(screen, job, named, root, overrides)
     request = service.EvaluationRequest(weights, training, nodes, fresh)
     prepared = service.prepare_evaluation(run, spec, request, node_type=node_type)
-    own = dependencies(inspector(screen, run.path.parent), asks(screen, spec, yes=yes))
+    own_dependencies = dependencies(inspector(screen, run.path.parent), asks(screen, spec, yes=yes))
     part, task = prepared.part, prepared.task
     if dry_run:
-        script = own.launcher_for(part.spec).script(part.run, task)
+        script = own_dependencies.launcher_for(part.spec).script(part.run, task)
         return screen.answer(
             {"task": task, "found": prepared.found, "scripts": [script]},
             [*show_train.evaluation_plan(task), "", script],
         )
-    found = done(screen, service.run_evaluation(prepared, own, WaitPolicy(wait, timeout, cancel_on_interrupt)))
-    if isinstance(found, DetachedJobs):
-        return detached(screen, part.run, found, {"task": task})
-    return screen.answer(found, show_train.evaluated(found))
+    evaluation = done(
+        screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout, cancel_on_interrupt))
+    )
+    if isinstance(evaluation, DetachedJobs):
+        return detached(screen, part.run, evaluation, {"task": task})
+    return screen.answer(evaluation, show_train.evaluated(evaluation))

@@ -53,9 +53,9 @@ def export(
     run = find_run(screen, target or named, root)
     trackers = service.asked(run.spec(), to or [], uri=uri, project=project)
     reports = partial(report_files, page=_page())
-    found = done(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
-    screen.answer(found, show_export.describe_exports(found))
-    service.require_sent(found)
+    results = done(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
+    screen.answer(results, show_export.describe_exports(results))
+    service.require_sent(results)
 
 
 def _page() -> "Callable[[Document], str] | None":

@@ -197,9 +197,9 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
         screen.finish()
 
     parameter, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
-    own = [p.replace(kind=keyword) for p in list(inspect.signature(function).parameters.values())[1:]]
+    parameters = [p.replace(kind=keyword) for p in list(inspect.signature(function).parameters.values())[1:]]
     common = [parameter(name, keyword, default=False, annotation=kind) for name, kind in COMMON.items()]
     context = parameter("ctx", keyword, annotation=typer.Context)
-    wrapper.__signature__ = inspect.Signature([context, *own, *common])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in [context, *own, *common]}
+    wrapper.__signature__ = inspect.Signature([context, *parameters, *common])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in [context, *parameters, *common]}
     app.command(name=function.__name__.rstrip("_"), epilog=f"Example: {example}")(wrapper)

@@ -45,17 +45,21 @@ def profile(
     run, spec = open_run(screen, job, named, root, overrides)
     if not dry_run:
         require_own(run.path)  # before anything is built for it
-    own = dependencies(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
+    own_dependencies = dependencies(
+        inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes)
+    )
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if dry_run:
-        would = done(screen, profiling_rounds.dry_run(run, spec, own))
+        would = done(screen, profiling_rounds.dry_run(run, spec, own_dependencies))
         return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))
-    found = done(
+    profiled = done(
         screen,
-        profiling_rounds.run_profile(run, spec, own, wait_policy, file=settings_origin(run, job, overrides or ())),
+        profiling_rounds.run_profile(
+            run, spec, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())
+        ),
     )
-    if isinstance(found, profiling_rounds.SubmittedProbes):
-        return detached(screen, run, found, {"plan": tables.data_by_type(found.plans)})
-    screen.status = "partial" if found.partial else screen.status
-    data = tables.data_by_type(found.reports)
-    return screen.answer(data, tables.by_type(found.reports, show_profile.profile_report))
+    if isinstance(profiled, profiling_rounds.SubmittedProbes):
+        return detached(screen, run, profiled, {"plan": tables.data_by_type(profiled.plans)})
+    screen.status = "partial" if profiled.partial else screen.status
+    data = tables.data_by_type(profiled.reports)
+    return screen.answer(data, tables.by_type(profiled.reports, show_profile.profile_report))

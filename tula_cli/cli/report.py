@@ -114,21 +114,21 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
     from tula_cli.run.files import MODE_FOR_ALL, write_atomic
     from tula_cli.services.reporting import formats
 
-    found: dict[Path, str] = {}
+    texts: dict[Path, str] = {}
     if html is not None:
         from tula_cli.show.html.page import render_page
 
-        found[html] = render_page(document)
+        texts[html] = render_page(document)
     if svg is not None:
         from tula_cli.show.html.figures import figure_svg
 
         drawn = {figure.key: figure for section in document.sections for figure in section.figures}
-        found |= {svg / f"{key}.svg": figure_svg(figure) for key, figure in drawn.items()}
+        texts |= {svg / f"{key}.svg": figure_svg(figure) for key, figure in drawn.items()}
     if csv is not None and csv.suffix == ".csv":
-        found[csv] = formats.csv_text(document)
+        texts[csv] = formats.csv_text(document)
     elif csv is not None and csv != Path("-"):
-        found |= {csv / f"{name}.csv": text for name, text in formats.csv_files(document).items()}
-    for path, text in found.items():
+        texts |= {csv / f"{name}.csv": text for name, text in formats.csv_files(document).items()}
+    for path, text in texts.items():
         write_atomic(path, text, mode=MODE_FOR_ALL)
-    asked = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
-    return [words.near(path.absolute()) for path in asked]
+    given_paths = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
+    return [words.near(path.absolute()) for path in given_paths]

@@ -130,8 +130,8 @@ def open_run(
         run = find_run(screen, named, root)
         screen.overrides = (*screen.overrides, *(overrides or ()))
         spec = load_with_overrides(run, overrides or ())
-        if (found := config_drift(run, spec, overrides or ())) is not None:
-            screen.warn(check.describe_config_drift(found, screen.command))
+        if (drift := config_drift(run, spec, overrides or ())) is not None:
+            screen.warn(check.describe_config_drift(drift, screen.command))
         return run, spec
     spec = load(job, overrides)
     run = run_of_job(root, spec)
@@ -187,10 +187,10 @@ def age(text: str, option: str) -> float:
     Raises:
         SpecError: it stands for none.
     """
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
+    if match is None:
         raise SpecError(f"{option} {text}: not a time", "a number and its unit: 90s, 30m, 2h, 30d or 4w")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[found[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 
 def since_when(text: str, *, now: float) -> float:
@@ -201,6 +201,6 @@ def since_when(text: str, *, now: float) -> float:
     """
     day = text.strip()
     missing = " 00:00:00"[len(day) - 10 :] if 10 <= len(day) < 19 else ""  # 2026-11-24, 2026-11-24 09:30
-    if (told := words.told_time(day + missing)) is not None:
-        return told
+    if (moment_told := words.told_time(day + missing)) is not None:
+        return moment_told
     return now - age(text, "--since")

@@ -41,8 +41,8 @@ def status(screen: Screen, target: RunArgument = None, named: MaybeRun = None, r
     }
     data = tables.data_by_type(found, recommendation=chosen)
     if charges:  # a job without types has one
-        own = data if isinstance(data, dict) else vars(data)
-        data = {**own, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
+        attributes = data if isinstance(data, dict) else vars(data)
+        data = {**attributes, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
     screen.answer(data, show_status.status_by_type(run.path, found, chosen, charges))
     for now in found.values():
         warn_all(screen, now.warnings)

@@ -56,23 +56,24 @@ def train(
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
     run, spec = open_run(screen, job, named, root, overrides)
-    own = dependencies(
+    own_dependencies = dependencies(
         inspector(screen, run.path.parent, keep=not dry_run),
         unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
     )
-    asked = service.prepare_training(
-        run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse, within_balance=within_balance
+    prepared = service.prepare_training(
+        run, spec, own_dependencies.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse, within_balance=within_balance
     )  # fmt: skip
-    training = done(screen, asked)
+    training = done(screen, prepared)
     if dry_run:
-        return _dry_run(screen, training, own)
+        return _dry_run(screen, training, own_dependencies)
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
-    found = done(
-        screen, service.run_training(training, own, wait_policy, file=settings_origin(run, job, overrides or ()))
+    summary = done(
+        screen,
+        service.run_training(training, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())),
     )
-    if isinstance(found, DetachedJobs):
-        return detached(screen, training.part.run, found, {"plan": training.plan})
-    return _trained(screen, training, found)
+    if isinstance(summary, DetachedJobs):
+        return detached(screen, training.part.run, summary, {"plan": training.plan})
+    return _trained(screen, training, summary)
 
 
 def _trained(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:

@@ -124,7 +124,7 @@ def detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data:
     """Answer for jobs that nobody waits for."""
     screen.status = "pending"
     started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
-    told = [f"started {', '.join(started)}"] if started else []
-    told += [f"under way already: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
-    line = f"{'; '.join(told)}; tula status --run {words.near(run.path)} shows how far they are"
+    sentences = [f"started {', '.join(started)}"] if started else []
+    sentences += [f"under way already: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
+    line = f"{'; '.join(sentences)}; tula status --run {words.near(run.path)} shows how far they are"
     screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

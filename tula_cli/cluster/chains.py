@@ -45,11 +45,11 @@ def chain_tasks(task: Task) -> Sequence[Task]:
     hours = None if predicted is None else predicted.hours
     links: list[Task] = []
     for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
-        own = None if predicted is None else predicted.hours_on(nodes)
+        predicted_hours = None if predicted is None else predicted.hours_on(nodes)
         links += [task.model_copy(update={"nodes": nodes})] * _links_needed(
-            task, own, _time_limit_on_nodes(task, nodes), spare=1
+            task, predicted_hours, _time_limit_on_nodes(task, nodes), spare=1
         )
-        hours = None if hours is None or own is None else hours - own
+        hours = None if hours is None or predicted_hours is None else hours - predicted_hours
     last_task = task.model_copy(update={"nodes": task.own_nodes})
     needed = _links_needed(task, hours, _time_limit_on_nodes(task, task.own_nodes), spare=SPARE_LINKS)
     links = links[: MAX_LINKS - 2] + [last_task] * min(max(2, needed), MAX_LINKS)

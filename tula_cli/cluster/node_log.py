@@ -97,7 +97,9 @@ def _matching_lines(file: BinaryIO, begin: int, end: int, patterns: Sequence[str
     for at in range(begin, end, _BLOCK):
         *lines, incomplete = (incomplete + os.pread(file.fileno(), min(_BLOCK, end - at), at)).splitlines(keepends=True)
         lines += [incomplete] if at + _BLOCK >= end else []
-        yield from (line for line in lines if any(one.search(line.decode(errors="replace")) for one in compiled))
+        yield from (
+            line for line in lines if any(expression.search(line.decode(errors="replace")) for expression in compiled)
+        )
 
 
 @dataclass

@@ -325,7 +325,11 @@ class RankGroup:
         if self._first_failure is not None:
             return self._first_failure
         codes = [(at, code) for at, child in enumerate(self.children) if (code := child.poll())]
-        return min(codes, key=lambda found: (found[1] > 0, found[1] == -signal.SIGABRT, found[0]), default=None)
+        return min(
+            codes,
+            key=lambda code_of_rank: (code_of_rank[1] > 0, code_of_rank[1] == -signal.SIGABRT, code_of_rank[0]),
+            default=None,
+        )
 
     def end(self, grace: float) -> None:
         """Ask the ranks to save and leave; kill what is left after `grace` seconds.

@@ -65,8 +65,8 @@ def _joint(row: Sequence[ScriptStep]) -> JointStep:
 
 def _known(values: Iterable[float | None]) -> list[float]:
     """Return the values; none where one is missing."""
-    found = list(values)
-    return [] if None in found else [value for value in found if value is not None]
+    known_values = list(values)
+    return [] if None in known_values else [value for value in known_values if value is not None]
 
 
 def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
@@ -92,8 +92,8 @@ def mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
     """
     if (world := _world(ranks)) is not None:
         return [world]  # what a step of all ranks does is not known then
-    found = [_batch(ranks), _accumulate(ranks), _epoch(ranks)]
-    return [mismatch for mismatch in found if mismatch is not None]
+    candidates = [_batch(ranks), _accumulate(ranks), _epoch(ranks)]
+    return [mismatch for mismatch in candidates if mismatch is not None]
 
 
 def broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
@@ -107,8 +107,8 @@ def broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
     if not ranks or len(ranks) < ranks[0].world:
         return ""
     few = min(len(rank.timed) for rank in ranks) < LEAST_STEPS
-    found = mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
-    return "; ".join(mismatch.words for mismatch in found if not (resumed and mismatch.what == "epoch"))
+    mismatched = mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
+    return "; ".join(mismatch.words for mismatch in mismatched if not (resumed and mismatch.what == "epoch"))
 
 
 def _world(ranks: Sequence[RankResult]) -> Mismatch | None:
@@ -206,7 +206,7 @@ def changed_batch(seen: float | None, *, before: float) -> float | None:
 
 def differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:
     """Return what is not the same in all probes of a script though it has to be; `probes` holds rank 0 of each."""
-    found = []
+    sentences = []
     for what, values in (
         ("parameters", [probe.parameters for probe in probes]),
         ("optimizer", [probe.optimizer for probe in probes]),
@@ -215,8 +215,8 @@ def differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:
         other = next((value for value in values if value != first), first)
         if other != first:
             words = f"probes differ in their {what}, {first} and {other}: they are not of one training"
-            found.append(Mismatch(what, str(first), str(other), words))
-    return found
+            sentences.append(Mismatch(what, str(first), str(other), words))
+    return sentences
 
 
 @dataclass(frozen=True)
@@ -270,6 +270,8 @@ def doubts(measured: Iterable[Measured]) -> list[str]:
     """Return what all probes of a script together tell against its measurements, or against what it is to train with."""
     seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
     rates = [rate for batch, script in seen if (rate := RateSeen.of(batch, script.lr, script.lr_given)) is not None]
-    told = any(rate.given is not None for rate in rates)  # else it is the script's own matter
-    found = [*differences([script for _, script in seen]), scales_itself(rates) if told else None] if seen else []
-    return [mismatch.words for mismatch in found if mismatch is not None]
+    has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter
+    sentences = (
+        [*differences([script for _, script in seen]), scales_itself(rates) if has_rates else None] if seen else []
+    )
+    return [mismatch.words for mismatch in sentences if mismatch is not None]

@@ -118,15 +118,19 @@ def count_work(
     def counted(of: Callable[[int], int]) -> Number:
         return of(batch) if isinstance(batch, int) else by_value(of, batch)
 
-    tuning = functools.cache(lambda one: halving.plan_tuning(spec, batch=one, dataset_size=dataset_size))
+    tuning = functools.cache(
+        lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
+    )
     holdout = halving.holdout_size(dataset_size, spec.auto.holdout) if spec.train.facts.tunes else 0
     return WorkCount(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
         eval_batches=evals(eval_size),
-        refreshes=counted(lambda one: refresh.count_refreshes(spec, batch=one, steps=dataset_size // one)),
-        branches=counted(lambda one: tuning(one).branches),
-        branch_steps=counted(lambda one: tuning(one).steps),
+        refreshes=counted(
+            lambda global_batch: refresh.count_refreshes(spec, batch=global_batch, steps=dataset_size // global_batch)
+        ),
+        branches=counted(lambda global_batch: tuning(global_batch).branches),
+        branch_steps=counted(lambda global_batch: tuning(global_batch).steps),
         branch_evals=evals(holdout) if holdout else 0,
     )
 

@@ -124,7 +124,7 @@ def _whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:
     """Return after how many epochs most saves came, but for a last batch of each; None where that is no whole number."""
     if not dataset_size:
         return None
-    found = [round(save.samples / dataset_size) for save in saves]
-    epochs = statistics.mode(found)
+    epoch_counts = [round(save.samples / dataset_size) for save in saves]
+    epochs = statistics.mode(epoch_counts)
     near = [abs(save.samples - epochs * dataset_size) <= epochs * save.batch for save in saves]
     return epochs if epochs and 2 * sum(near) >= len(saves) else None

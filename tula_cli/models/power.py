@@ -69,9 +69,9 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
         return None
     rows = np.array([[_seconds(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
     rows /= np.array([[_watts(probe) * _seconds(probe)] for probe in probes_with_energy])
-    found = _two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
-    columns = rows[:, :1] if found is None else rows
-    coefficients = _solve(columns) if found is None else found
+    fitted = _two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
+    columns = rows[:, :1] if fitted is None else rows
+    coefficients = _solve(columns) if fitted is None else fitted
     residuals = columns @ coefficients - 1
     idle, per_sample = (*map(float, coefficients), 0.0)[:2]
     return PowerModel(

@@ -80,12 +80,12 @@ def refresh_seconds(
     from tula_cli.models.choice.columns import apart as doublings
     from tula_cli.models.choice.columns import by_value, nearest
 
-    refreshed = by_value(lambda one: has_separate_refreshes(spec, one), batch)
+    refreshed = by_value(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
         return np.zeros(len(batch))
     probes_, accumulate = list(probes), spec.train.accumulate
     share = np.minimum(
-        by_value(lambda one: small_batch_size(spec, one), batch), np.maximum(1, local_batch // accumulate)
+        by_value(lambda size: small_batch_size(spec, size), batch), np.maximum(1, local_batch // accumulate)
     )
     timed = [
         probe for probe in probes_ if has_separate_refreshes(spec, probe.batch) and probe.overheads.refresh is not None

@@ -24,21 +24,21 @@ NOISE = 1e-9
 
 def parse_tres(text: str) -> dict[str, float]:
     """Return the counts in SLURM's words, "cpu=4,mem=3000M,gres/gpu:a100=4"; what has no number is left out."""
-    found = {}
+    counts = {}
     for entry in text.split(","):
         name, _, value = entry.strip().rpartition("=")
         if (count := parse_count(name.lower(), value)) is not None:
-            found[name.lower()] = count
-    return found
+            counts[name.lower()] = count
+    return counts
 
 
 def parse_count(name: str, text: str) -> float | None:
     """Return one count, memory in MB; None where there is none ("N", "UNLIMITED")."""
-    told = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
-    if told is None or not name:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
+    if match is None or not name:
         return None
     units = _MB if _in_mb(name) else _COUNTS
-    return float(told[1]) * (units[told[2]] if told[2] else 1.0)
+    return float(match[1]) * (units[match[2]] if match[2] else 1.0)
 
 
 def parse_weights(text: str) -> dict[str, float]:
@@ -46,15 +46,15 @@ def parse_weights(text: str) -> dict[str, float]:
 
     A suffix is the unit that the weight is of, so 0.25G is 0.25 for each GB.
     """
-    found = {}
+    weights = {}
     for entry in text.split(","):
         name, _, value = entry.strip().rpartition("=")
-        told = re.fullmatch(r"(-?\d*\.?\d+(?:[eE][-+]?\d+)?)([KMGTPE]?)B?", value.strip(), re.IGNORECASE)
-        if name and told:
-            unit = told[2].upper()
+        match = re.fullmatch(r"(-?\d*\.?\d+(?:[eE][-+]?\d+)?)([KMGTPE]?)B?", value.strip(), re.IGNORECASE)
+        if name and match:
+            unit = match[2].upper()
             scale = 1.0 if not unit else (_MB if _in_mb(name.lower()) else _COUNTS)[unit]
-            found[name.lower()] = float(told[1]) / scale
-    return found
+            weights[name.lower()] = float(match[1]) / scale
+    return weights
 
 
 def _in_mb(name: str) -> bool:

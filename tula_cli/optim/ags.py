@@ -479,8 +479,8 @@ def _reduce_(flat: Tensor, counts: Sequence[int]) -> None:
 
 def embeddings(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights of a model's embeddings, and so of heads that are tied to them."""
-    found = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return [parameter for module in found for parameter in module.parameters()]
+    modules = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    return [parameter for module in modules for parameter in module.parameters()]
 
 
 @dataclass(frozen=True)
@@ -528,11 +528,11 @@ class Setup:
             raise ValueError(
                 f"b_small, {b_small}, is above b_large, {b_large}: the small batch is a part of the large one"
             )
-        left, sharded = frozenset(embeddings(model) if exclude is None else exclude), sharding.is_sharded(model)
-        found = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, left, sharded)
-        if found.excluded and found.excluded.issuperset(found.params):
+        excluded, sharded = frozenset(embeddings(model) if exclude is None else exclude), sharding.is_sharded(model)
+        setup = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, excluded, sharded)
+        if setup.excluded and setup.excluded.issuperset(setup.params):
             raise ValueError("exclude leaves no parameter to scale (without it embeddings are left out)")
-        return found
+        return setup
 
     @property
     def params(self) -> list[Tensor]:
@@ -912,11 +912,11 @@ class SmallBatch(Factors):
             return dict(zip(params, self._replace_non_finite(params, factors), strict=True))
         # one by one, so that small gradients and factors never are two copies; what came through a collective is ours
         is_distributed = self.setup.world > 1
-        found: dict[Tensor, Tensor] = {}
+        computed: dict[Tensor, Tensor] = {}
         for p in params:
             factor = element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=is_distributed)
-            (found[p],) = self._replace_non_finite([p], [factor])
-        return found
+            (computed[p],) = self._replace_non_finite([p], [factor])
+        return computed
 
     @property
     def _each_step(self) -> bool:

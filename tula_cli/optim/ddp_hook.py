@@ -64,8 +64,8 @@ def add_listener(ddp: DistributedDataParallel, listener: Listener) -> None:
 # DDP reads the annotations, so they must not be strings (no `from __future__ import annotations` here)
 def _reduce(state: Reduction, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     gradient = bucket.buffer()
-    told = [listener(bucket) for listener in state.listeners]
-    after = [call for call in told if call is not None]
+    finishers = [listener(bucket) for listener in state.listeners]
+    after = [call for call in finishers if call is not None]
     if state.local:
         return _done(gradient, after)
     gradient.div_(state.group.size())
@@ -142,10 +142,10 @@ class NormListener:
             return None
         params = [p for bucket in buckets for p in bucket.params]
         device = buckets[0].own.device
-        own = torch.cat([bucket.own.to(device) for bucket in buckets])
+        local_squares = torch.cat([bucket.own.to(device) for bucket in buckets])
         averaged = torch.cat([_owned(bucket.averaged).to(device) for bucket in buckets])
-        dist.all_reduce(own)
-        return params, own / dist.get_world_size(), averaged
+        dist.all_reduce(local_squares)
+        return params, local_squares / dist.get_world_size(), averaged
 
 
 def _squares(grads: list[Tensor]) -> Tensor:

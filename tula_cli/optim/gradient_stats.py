@@ -194,8 +194,8 @@ def where_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[T
             if new[index].ndim:
                 torch.where(flag.to(device), new[index], old[index], out=new[index])
         if numbers := [i for i in indices if not new[i].ndim]:  # all of them in one operation
-            one, other = (torch.stack([tensors[i] for i in numbers]) for tensors in (new, old))
-            for index, number in zip(numbers, torch.where(flag.to(device), one, other).unbind(), strict=True):
+            chosen, other = (torch.stack([tensors[i] for i in numbers]) for tensors in (new, old))
+            for index, number in zip(numbers, torch.where(flag.to(device), chosen, other).unbind(), strict=True):
                 result[index] = number
     return result
 

@@ -50,7 +50,7 @@ def sharded_norms(parts: Sequence[Tensor]) -> list[Tensor]:
     mine = gradient_stats.norms(parts)
     squares = torch.stack([norm.to(mine[0]) for norm in mine]).square()
     dist.all_reduce(squares)
-    return [norm.to(own) for norm, own in zip(squares.sqrt().unbind(), mine, strict=True)]
+    return [norm.to(local_norm) for norm, local_norm in zip(squares.sqrt().unbind(), mine, strict=True)]
 
 
 def sharded_squared_norm(parts: Sequence[Tensor]) -> Tensor:
@@ -79,7 +79,10 @@ def gather_shards(params: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Ten
         [flat.view(shape) for flat, shape in zip(row.split([*size, longest - sum(size)]), shape_, strict=False)]
         for row, size, shape_ in zip(received.unbind(), sizes, shapes, strict=True)
     ]
-    return [torch.cat(own, dim=_dimension(param)) for param, own in zip(params, zip(*pieces, strict=True), strict=True)]
+    return [
+        torch.cat(pieces_of_param, dim=_dimension(param))
+        for param, pieces_of_param in zip(params, zip(*pieces, strict=True), strict=True)
+    ]
 
 
 def shard_of(whole: Tensor, param: Tensor) -> Tensor:

@@ -85,8 +85,8 @@ def refuse_base(base: torch.optim.Optimizer, *, of_gradients: bool) -> None:
 
 def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ValueError where the model has none of the parameters that the base updates."""
-    own = set(model.parameters())
-    if not any(p in own for group in base.param_groups for p in group["params"]):
+    parameters = set(model.parameters())
+    if not any(p in parameters for group in base.param_groups for p in group["params"]):
         raise ValueError(
             f"model, {type(model).__name__}, has none of the parameters that {type(base).__name__} updates: both"
             " have to be of the same module"

@@ -45,9 +45,9 @@ def size_and_time(path: Path) -> tuple[int, float]:
     size, newest, ahead = 0, 0.0, [path]
     while ahead:
         try:
-            found = os.lstat(here := ahead.pop())
-            size, newest = size + 512 * found.st_blocks, max(newest, found.st_mtime)
-            if stat.S_ISDIR(found.st_mode):
+            status = os.lstat(here := ahead.pop())
+            size, newest = size + 512 * status.st_blocks, max(newest, status.st_mtime)
+            if stat.S_ISDIR(status.st_mode):
                 ahead += here.iterdir()
         except OSError:  # it went meanwhile, or may not be looked into
             continue
@@ -56,10 +56,10 @@ def size_and_time(path: Path) -> tuple[int, float]:
 
 def part_folders(run: Path) -> list[Path]:
     """Return the folders of all that was ever measured and trained in a run: its own, of its node types, of its lengths."""
-    found = [run]
-    for folder in found:
-        found += [inner for name in ("types", "lengths") for inner in _list_folders(folder / name)]
-    return found
+    folders = [run]
+    for folder in folders:
+        folders += [inner for name in ("types", "lengths") for inner in _list_folders(folder / name)]
+    return folders
 
 
 def removable_files(part: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
@@ -169,16 +169,16 @@ def _as_written(name: str, mode: int) -> bool:
 def _entries(folder: Path) -> dict[str, int]:
     """Return the modes of what a folder holds, of links their own; nothing where there is no such folder."""
     try:
-        with os.scandir(folder) as found:
-            return {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in found}
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
     except OSError:
         return {}
 
 
 def _list_folders(folder: Path) -> list[Path]:
     """Return the folders in a folder, by name, without links; none where that is a link itself."""
-    found = _entries(folder) if _is_folder(folder) else {}
-    return [folder / name for name, mode in sorted(found.items()) if stat.S_ISDIR(mode)]
+    entries = _entries(folder) if _is_folder(folder) else {}
+    return [folder / name for name, mode in sorted(entries.items()) if stat.S_ISDIR(mode)]
 
 
 def _is_folder(path: Path) -> bool:

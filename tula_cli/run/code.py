@@ -90,25 +90,25 @@ def choose_code(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool)
 
 
 def _choose_snapshot(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
-    own = measured_snapshot(run) if run is not None else None
+    run_snapshot = measured_snapshot(run) if run is not None else None
     if spec.script is not None and spec.script.code == "none":
         return Source(workdir, "", warnings=script_warnings(spec.script, workdir))
     try:
         selection = select_code(spec, workdir)
     except NoCommandFile:
-        if own is None:
+        if run_snapshot is None:
             raise
         selection = Selection(workdir, (), (), (), ())
         is_gone = True
     else:
         is_gone = not selection.modules and not _is_installed(spec)
     present = digest_of_files(selection.modules, selection.base, start=selection.start)
-    if own is not None and own.digest != present:
+    if run_snapshot is not None and run_snapshot.digest != present:
         assert run is not None
         if keep or is_gone:
             why = f"is not in {workdir}" if is_gone else "has changed"
             message = f"{describe_user_code(spec)} {why}: {run.id} goes on with the code that it was measured with"
-            return Source(Path(own.workdir), own.digest, kept=own.name, warnings=(message,))
+            return Source(Path(run_snapshot.workdir), run_snapshot.digest, kept=run_snapshot.name, warnings=(message,))
         message = (
             f"{describe_user_code(spec)} has changed since {run.id} was measured: what is there now is trained, but times and costs"
             " are predicted from the code before"

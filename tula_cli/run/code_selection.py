@@ -37,15 +37,15 @@ def tracked_files(folder: Path) -> tuple[Path, dict[Path, bool]] | None:
 
 
 def _list_tracked_files(top: Path) -> dict[Path, bool]:
-    found: dict[Path, bool] = {}
+    files: dict[Path, bool] = {}
     for options, tracked in ((["--others", "--exclude-standard"], False), (["--cached"], True)):
         for name in filter(None, _run_listing(top, *options).split("\0")):
             path = top / name
             if (path / ".git").exists():  # a submodule, or another checkout
-                found.update(_list_tracked_files(path))
+                files.update(_list_tracked_files(path))
             else:
-                found[path] = tracked
-    return found
+                files[path] = tracked
+    return files
 
 
 def _run_listing(top: Path, *options: str) -> str:
@@ -79,13 +79,13 @@ def repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]
     return commit, dirty, diff
 
 
-def _diff(base: Path, asked: Sequence[str]) -> str:
+def _diff(base: Path, paths: Sequence[str]) -> str:
     """Return how paths differ from the commit, without files that may hold secrets: a package's folder is asked for whole."""
     options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
-    changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *asked).split("\0") if name]
+    changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *paths).split("\0") if name]
     private = [f":(exclude,literal){name}" for name in changed if is_private_file(Path(name))]
     # Where the names are not told, neither is what is in them.
-    return _run_git(base, "diff", *options, *asked, *private) if len(changed) > len(private) else ""
+    return _run_git(base, "diff", *options, *paths, *private) if len(changed) > len(private) else ""
 
 
 def _paths_in_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
@@ -166,13 +166,13 @@ def select_imported_files(spec: JobSpec, workdir: Path) -> Selection:
 
 def _packages_of(modules: Iterable[Path], workdir: Path) -> list[Path]:
     """Return the outermost folders with an __init__.py among the modules' folders."""
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for module in modules:
         chain = [folder for folder in module.parents if folder != workdir and folder.is_relative_to(workdir)]
         packages = list(itertools.takewhile(lambda folder: source_file(folder / "__init__") is not None, chain))
         if packages:
-            found[packages[-1]] = None
-    return list(found)
+            folders[packages[-1]] = None
+    return list(folders)
 
 
 def _survey_package(
@@ -215,25 +215,25 @@ def list_entries(folder: Path) -> list[Path] | None:
 
 def selection_warnings(selection: Selection) -> tuple[str, ...]:
     """Say what the snapshot cannot hold, and what that means."""
-    told = []
+    warnings = []
     if selection.left_out:
-        told.append(
+        warnings.append(
             f"{describe_paths(selection.left_out, selection.base)}: too large for the snapshot of the code"
             f" ({MAX_FILE_BYTES // 10**6} MB a file, {MAX_TOTAL_BYTES // 10**6} MB and {MAX_FILE_COUNT} files in all), so it is linked, not"
             " copied: a change to it reaches jobs submitted before"
         )
     if selection.keys:
-        told.append(
+        warnings.append(
             f"{describe_paths(selection.keys, selection.base)}: may hold keys by the name, so it is linked, not copied: a change to it"
             " reaches jobs submitted before, and makes no other run"
         )
     crowded = [folder for folder in {module.parent for module in selection.modules} if list_entries(folder) is None]
     if crowded:
-        told.append(
+        warnings.append(
             f"{describe_paths(crowded, selection.base)}: more than {MAX_ENTRIES} files beside the code; in a job they are found"
             f" by their path from {selection.base}, not by the code's own __file__"
         )
-    return tuple(told)
+    return tuple(warnings)
 
 
 def describe_paths(paths: Sequence[Path], base: Path) -> str:

@@ -46,11 +46,11 @@ def describe_free_space(folder: Path) -> str:
 def file_size(path: Path) -> int:
     """Return the bytes of a file, or of all files in a folder; 0 where there is none."""
     files = [path, *path.rglob("*")] if path.is_dir() else [path]
-    found = 0
+    size = 0
     for file in files:
         with contextlib.suppress(OSError):  # removed meanwhile
-            found += 0 if file.is_dir() else file.stat().st_size
-    return found
+            size += 0 if file.is_dir() else file.stat().st_size
+    return size
 
 
 def missing_bytes(folder: Path, needed: int = MIN_FREE_BYTES) -> int:

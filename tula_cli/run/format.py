@@ -31,14 +31,14 @@ def require_known_format(run: Path) -> None:
         BadMeasurements: the file that tells is damaged.
         TulaError: it cannot be read.
     """
-    told = files.read_text(run / _NAME)
-    found = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", told)
-    if told and found is None:
+    text = files.read_text(run / _NAME)
+    match = re.fullmatch(r"([0-9]{1,9})(?: (tula [\w.+-]{1,40}))?", text)
+    if text and match is None:
         raise files.damaged_error(run / _NAME, "it tells no format")
-    number = int(found[1]) if found is not None else 1
+    number = int(match[1]) if match is not None else 1
     if OLDEST <= number <= FORMAT:
         return
-    made = f", made by {found[2]}," if found is not None and found[2] else ""
+    made = f", made by {match[2]}," if match is not None and match[2] else ""
     known = str(FORMAT) if OLDEST == FORMAT else f"{OLDEST} to {FORMAT}"
     raise OtherFormat(
         f"the run {run}{made} is in format {number}, and tula {__version__} reads format {known}; it was left as it is",

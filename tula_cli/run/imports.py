@@ -60,11 +60,11 @@ def file_digest(name: str) -> str:
 
 @functools.lru_cache
 def _digest_of_content(path: Path, _stamp: tuple[int, int]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(CHUNK_BYTES):
-            found.update(part)
-    return found.hexdigest()
+            digest.update(part)
+    return digest.hexdigest()
 
 
 # --- Import strings

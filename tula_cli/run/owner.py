@@ -18,12 +18,12 @@ _RUN = "spec.yaml"
 def other_owner(path: Path) -> str:
     """Return the name of the user whose a file or folder is; empty where it is one's own, or cannot be seen."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return ""
-    if found.st_uid == os.geteuid() or _gives_all_to(found.st_uid, path):
+    if status.st_uid == os.geteuid() or _gives_all_to(status.st_uid, path):
         return ""
-    return _user_name(found.st_uid)
+    return _user_name(status.st_uid)
 
 
 def require_own(run: Path) -> None:

@@ -70,8 +70,10 @@ def list_run_folders(root: Path) -> list[Path]:
     Raises:
         TulaError: `root` cannot be read.
     """
-    found = {root / name: at for name in files.list_names(root) if (at := changed_at(root / name)) is not None}
-    return sorted(found, key=lambda run: found[run], reverse=True)
+    changed_by_folder = {
+        root / name: at for name in files.list_names(root) if (at := changed_at(root / name)) is not None
+    }
+    return sorted(changed_by_folder, key=lambda run: changed_by_folder[run], reverse=True)
 
 
 def newest_run(root: Path, latest: str) -> Path:

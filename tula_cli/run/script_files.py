@@ -404,10 +404,10 @@ def _bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) ->
     return copied, left_out
 
 
-def _distance(one: Path, other: Path) -> int:
+def _distance(path: Path, other: Path) -> int:
     """Return the steps from one file's folder to the other's, through the tree."""
-    common = os.path.commonpath([one.parent, other.parent])
-    return len(one.parts) + len(other.parts) - 2 * len(Path(common).parts)
+    common = os.path.commonpath([path.parent, other.parent])
+    return len(path.parts) + len(other.parts) - 2 * len(Path(common).parts)
 
 
 def _is_text(file: Path) -> bool:
@@ -453,9 +453,9 @@ def _source_roots(
     `home` is none of them where only tula looks there, and not the command: it might hide what is installed.
     """
     given = {(home / entry).resolve() for entry in path}
-    asked = [root for root in import_roots(home, path) if root != home or root in given]
+    given_roots = [root for root in import_roots(home, path) if root != home or root in given]
     first = [] if program.file.suffix in SHELL_SUFFIXES else [program.root]
-    roots = dict.fromkeys([*first, *asked, *_editable_installs(copied)])
+    roots = dict.fromkeys([*first, *given_roots, *_editable_installs(copied)])
     return tuple(
         root for root in roots if root.is_relative_to(base) and any(file.is_relative_to(root) for file in copied)
     )

@@ -89,8 +89,8 @@ class TrainingRun:
 
     def tasks(self) -> list[TrainTask]:
         """Return the task of each relaunch, first attempt first."""
-        found = [self._read(path, TASK) for path in list_files(self.run / "tasks", f"train-{self.signature}-*.json")]
-        return sorted((task for task in found if isinstance(task, TrainTask)), key=lambda task: task.attempt)
+        tasks = [self._read(path, TASK) for path in list_files(self.run / "tasks", f"train-{self.signature}-*.json")]
+        return sorted((task for task in tasks if isinstance(task, TrainTask)), key=lambda task: task.attempt)
 
     def newest_task(self) -> TrainTask | None:
         """Return the task with the highest attempt."""
@@ -100,8 +100,8 @@ class TrainingRun:
     def attempts(self) -> list[Attempt]:
         """Return the attempts over all relaunches, oldest first."""
         paths = list_files(self.run / "attempts", f"train-{self.signature}-*.json")
-        found = [attempt for path in paths if (attempt := self._read(path, _ATTEMPT))]
-        return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+        attempts = [attempt for path in paths if (attempt := self._read(path, _ATTEMPT))]
+        return sorted(attempts, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     def diverged(self) -> Attempt | None:
         """Return the newest attempt if it diverged and no relaunch follows it."""
@@ -128,8 +128,10 @@ class TrainingRun:
 
     def evaluations(self) -> list[Evaluated]:
         """Return what its weights came to in `tula evaluate`, oldest first."""
-        found = [one for path in list_files(self.path / "evaluations") if (one := self._read(path, _EVALUATED))]
-        return sorted(found, key=lambda one: one.evaluated_at)
+        evaluations = [
+            evaluation for path in list_files(self.path / "evaluations") if (evaluation := self._read(path, _EVALUATED))
+        ]
+        return sorted(evaluations, key=lambda evaluation: evaluation.evaluated_at)
 
     def evaluation(self, key: str) -> Evaluated | None:
         return self._read(self._evaluation_path(key), _EVALUATED)
@@ -217,8 +219,8 @@ class TrainingRun:
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints, newest (most samples) first; what else lies there is the user's."""
-        found = (self.path / "checkpoints").glob("*")
-        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), reverse=True)
+        paths = (self.path / "checkpoints").glob("*")
+        return sorted((path for path in paths if CHECKPOINT.fullmatch(path.name)), reverse=True)
 
     def drop_drafts(self) -> None:
         """Remove checkpoints that killed ranks were writing."""
@@ -388,9 +390,9 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
     if kind not in _PLACED:
         return isinstance(kind, str)
     places = [row[name] for name in ("time", "epoch", "batch") if row.get(name) is not None]
-    told = [row[name] for name in ("loss", "lr", "step_time") if row.get(name) is not None]
+    numbers = [row[name] for name in ("loss", "lr", "step_time") if row.get(name) is not None]
     placed = "epoch" in row and _are_numbers(row.get("samples"), *places)
-    return placed and all(isinstance(value, int | float) for value in told)
+    return placed and all(isinstance(value, int | float) for value in numbers)
 
 
 def _are_numbers(*values: object) -> bool:

@@ -76,7 +76,7 @@ def plan_lengths(
             )
         else:
             planned.append(_plan_length(job_of_length, length, inspection_of_length, sizes, own=False))
-    return tuple(sorted(planned, key=lambda one: one.length))
+    return tuple(sorted(planned, key=lambda plan: plan.length))
 
 
 def _inspect_or_none(spec: JobSpec, inspector: Inspect | None) -> Inspection | None:

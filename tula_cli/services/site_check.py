@@ -417,7 +417,7 @@ def _partition_findings(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding
     about = f"{_SECTION}.partition"
     partitions_by_name = {partition.name: partition for partition in facts.partitions}
     if slurm.partition is None:
-        default_partition = next((one for one in facts.partitions if one.default), None)
+        default_partition = next((candidate for candidate in facts.partitions if candidate.default), None)
         if default_partition is None and len(partitions_by_name) > 1:
             yield warning(
                 about,
@@ -482,8 +482,8 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
 
 def _gpu_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
     kinds, gpus = partition.kinds, spec.cluster.gpus_per_node
-    most = max((own.count for kind in kinds for own in kind.gpus), default=0)
-    types = sorted({own.type for kind in kinds for own in kind.gpus if own.type})
+    most = max((gpu_kind.count for kind in kinds for gpu_kind in kind.gpus), default=0)
+    types = sorted({gpu_kind.type for kind in kinds for gpu_kind in kind.gpus if gpu_kind.type})
     if most == 0:
         yield problem(
             "cluster.gpus_per_node",

@@ -214,7 +214,10 @@ def job_status(
         now=progress.now if state in ACTIVE else None,
         elapsed=elapsed,
         left=remaining,
-        node_hours=sum(nodes.get(one.task, job.nodes) * attempt_seconds(one, end) for one in attempts) / 3600,
+        node_hours=sum(
+            nodes.get(job_attempt.task, job.nodes) * attempt_seconds(job_attempt, end) for job_attempt in attempts
+        )
+        / 3600,
         node_hours_left=None if remaining is None else newest.nodes * remaining / 3600,
         links=_link_statuses(job, newest),
         hopeless=state == "queued" and scheduler.hopeless,

@@ -161,12 +161,14 @@ def describe_site(site: "Site | None") -> str:
 
     if site is None:
         return "no scheduler answers here: the cluster section is as it comes with tula; fill it in"
-    own = site.default
-    if own is None:
+    default_partition = site.default
+    if default_partition is None:
         return f"no partition is the default: name one of {', '.join(p.name for p in site.partitions)}"
-    words = f"filled in from the scheduler: partition {describe_partition(own)}"
-    others = [partition.name for partition in partitions_with_gpus(site.partitions) if partition is not own]
-    if others and own not in partitions_with_gpus(site.partitions):
+    words = f"filled in from the scheduler: partition {describe_partition(default_partition)}"
+    others = [
+        partition.name for partition in partitions_with_gpus(site.partitions) if partition is not default_partition
+    ]
+    if others and default_partition not in partitions_with_gpus(site.partitions):
         words += f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} GPUs"
     return words
 
@@ -295,9 +297,9 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
     rows = resume_finding.rehearsal.starts
     saved = next((row.saved_samples for row in reversed(rows) if row.saved_samples is not None), 0)
     for row in rows:
-        left = None if row.whole is None else row.whole - (saved if row.phase != "begin" else 0)
+        remaining = None if row.whole is None else row.whole - (saved if row.phase != "begin" else 0)
         made.add_row(
-            _PHASES[row.phase], str(row.batch), str(row.steps), str(row.samples), "-" if left is None else str(left),
+            _PHASES[row.phase], str(row.batch), str(row.steps), str(row.samples), "-" if remaining is None else str(remaining),
             "-" if row.first_lr is None else number(row.first_lr, 4), number(row.seconds), row.ended,
         )  # fmt: skip
     yield made

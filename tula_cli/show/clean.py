@@ -35,8 +35,8 @@ def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[
             )
         if run_space.compared:
             yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results stay"
-    freed, held = sum(run_space.size for run_space in run_spaces), sum(run_space.held for run_space in run_spaces)
-    yield f"{amount(freed)} of {amount(held)} in {plural(len(run_spaces), 'run')} may go; results and metrics stay"
+    freed, in_use = sum(run_space.size for run_space in run_spaces), sum(run_space.held for run_space in run_spaces)
+    yield f"{amount(freed)} of {amount(in_use)} in {plural(len(run_spaces), 'run')} may go; results and metrics stay"
 
 
 def _describe_trainings(signatures: Sequence[str]) -> str:

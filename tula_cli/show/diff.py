@@ -38,7 +38,7 @@ _MAX_FILES_SHOWN = 20
 def render_difference(run_difference: "RunDifference") -> Iterator["RenderableType"]:
     """The answer in a line or two, and the tables behind it; what is alike is left out."""
     yield from (
-        f"{letter}  {_describe_run(one)}" for letter, one in (("A", run_difference.before), ("B", run_difference.after))
+        f"{letter}  {_describe_run(run)}" for letter, run in (("A", run_difference.before), ("B", run_difference.after))
     )
     yield ""
     yield from (styled(line, "bold") for line in run_difference.headline)
@@ -77,13 +77,13 @@ def _format_value(value: object) -> str:
 
 
 def _render_files(run_difference: "RunDifference") -> Iterator["RenderableType"]:
-    one, other = run_difference.before.file, run_difference.after.file
-    if one is None or other is None or one == other:
+    before, other = run_difference.before.file, run_difference.after.file
+    if before is None or other is None or before == other:
         return
-    if one.path != other.path:
-        yield f"job file: {one.path} -> {other.path}"
-    if one.overrides != other.overrides:
-        yield f"--set: {' '.join(one.overrides) or 'none'} -> {' '.join(other.overrides) or 'none'}"
+    if before.path != other.path:
+        yield f"job file: {before.path} -> {other.path}"
+    if before.overrides != other.overrides:
+        yield f"--set: {' '.join(before.overrides) or 'none'} -> {' '.join(other.overrides) or 'none'}"
 
 
 def _render_code(run_difference: "RunDifference") -> Iterator["RenderableType"]:
@@ -162,12 +162,12 @@ def _step_remark(row: "StepDifference") -> str:
 
 
 def _render_recommendations(run_difference: "RunDifference") -> Iterator["RenderableType"]:
-    one, other = run_difference.chosen
-    if one == other:
+    before, other = run_difference.chosen
+    if before == other:
         return
     yield ""
     yield "recommended:"
-    yield from (f"  {letter}  {_describe_choice(choice)}" for letter, choice in (("A", one), ("B", other)))
+    yield from (f"  {letter}  {_describe_choice(choice)}" for letter, choice in (("A", before), ("B", other)))
 
 
 def _describe_choice(choice: "RecommendedConfiguration | None") -> str:
@@ -186,8 +186,8 @@ def _render_trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableTy
     heads = ("training", "", "nodes", "batch", "step (ms)", "time", "cost", "attempts", "best", "ended")
     made = table(heads, left=(0, 1, 8, 9))
     for pair in pairs:
-        for letter, told in (("A", pair.before), ("B", pair.after)):
-            made.add_row(*(_training_row(letter, pair.part, told) if told else ("-", letter, *["-"] * 8)))
+        for letter, training in (("A", pair.before), ("B", pair.after)):
+            made.add_row(*(_training_row(letter, pair.part, training) if training else ("-", letter, *["-"] * 8)))
     yield ""
     yield made
 

@@ -118,8 +118,8 @@ class _Grid:
 
     def lines(self, *, color: bool) -> Iterator[str]:
         for row in range(self.height):
-            found = [self.cells.get((row, column), (" ", "")) for column in range(self.width)]
-            yield "".join(f"\x1b[{SHADES[shade]}m{char}\x1b[0m" if color and shade else char for char, shade in found)
+            cells = [self.cells.get((row, column), (" ", "")) for column in range(self.width)]
+            yield "".join(f"\x1b[{SHADES[shade]}m{char}\x1b[0m" if color and shade else char for char, shade in cells)
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:

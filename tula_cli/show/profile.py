@@ -25,23 +25,23 @@ def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["Rend
         yield f"all together: {at_most(None, hours, price, plans[0].currency)}"
 
 
-def plans(found: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
+def plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Show the plan for each node type and its upper bound."""
-    yield from by_type(found, plan)
-    yield from all_types(list(found.values()))
+    yield from by_type(plans_by_type, plan)
+    yield from all_types(list(plans_by_type.values()))
 
 
-def dry_run(found: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
+def dry_run(dry_runs: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
     """The same, with the scripts that would be submitted."""
-    yield from by_type(found, lambda one: plan(one.plan, scripts=one.scripts))
-    yield from all_types([one.plan for one in found.values()])
+    yield from by_type(dry_runs, lambda dry_run_of_type: plan(dry_run_of_type.plan, scripts=dry_run_of_type.scripts))
+    yield from all_types([dry_run_of_type.plan for dry_run_of_type in dry_runs.values()])
 
 
-def plan(found: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+def plan(profile_plan: "ProfilePlan | UpperBoundPlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """Show the plan for one node type and its upper bound, then the job scripts."""
     from tula_cli.services.profile import ProfilePlan
 
-    yield from _settled_plan(found) if isinstance(found, ProfilePlan) else unsettled_plan(found)
+    yield from _settled_plan(profile_plan) if isinstance(profile_plan, ProfilePlan) else unsettled_plan(profile_plan)
     for script in scripts:
         yield ""
         yield script

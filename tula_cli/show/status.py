@@ -49,7 +49,7 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
             yield ""
             yield branches(now.training.tuning.branches, now.training.tuning.chosen)
         yield from changes(now.training.changes)
-        yield from (f"evaluated {evaluation(found)}" for found in now.evaluations)
+        yield from (f"evaluated {evaluation(evaluated)}" for evaluated in now.evaluations)
         yield from (f"warning: {text}" for text in now.training.warnings)
     if now.rehearsal is not None and now.rehearsal.over_at is not None:
         yield ""
@@ -70,18 +70,18 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
 
 def status_by_type(
     path: Path,
-    found: Mapping[str | None, "RunStatus"],
+    statuses: Mapping[str | None, "RunStatus"],
     chosen: "Recommendation | None",
     charges: "Mapping[str | None, SiteCharge] | None" = None,
 ) -> Iterator["RenderableType"]:
     """The same for each node type, and what is recommended over all."""
-    if not found:
+    if not statuses:
         yield f"{near(path)}: nothing was started yet"
-    yield from by_type(found, status)
+    yield from by_type(statuses, status)
     for name, charge in (charges or {}).items():
         whole = "" if charge.predicted is None else f" ({number(charge.predicted)} predicted for the whole training)"
         yield f"{'' if name is None else f'{name}: '}SLURM's bill, {charge.description}{whole}"
-    if chosen is not None and None not in found:
+    if chosen is not None and None not in statuses:
         yield ""
         yield f"recommended over all node types: {place_of(chosen.choice)}, {chosen.objective}"
 
@@ -154,13 +154,13 @@ def jobs(rows: Iterable["JobStatus"]) -> "Table":
     """One row a job; a probe job names the probe that runs."""
     from rich.text import Text
 
-    found = list(rows)
-    divisor, unit = time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in found))
-    ids = {job.scheduler_id for job in found if job.scheduler != "local"}
+    job_rows = list(rows)
+    divisor, unit = time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in job_rows))
+    ids = {job.scheduler_id for job in job_rows if job.scheduler != "local"}
     columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "now\nbatch", "now\nlocal",
                f"elapsed\n({unit})", f"left\n({unit})", "used\n(node-h)", "left\n(node-h)"]  # fmt: skip
     made = table(columns, left=range(columns.index("state") + 1))
-    for job in found:
+    for job in job_rows:
         made.add_row(
             job.id,
             *([job.scheduler_id] if ids else []),
@@ -220,16 +220,16 @@ def _stage(now: "StageStatus | None") -> str:
         return ""
     from tula_cli.models.ramp.by_noise import describe_decision
 
-    told = f"now {now.batch}, stage {now.number} of {now.count}"
-    told += "" if now.noise is None else f": noise scale {number(now.noise)}"
-    return f" ({told}{'' if now.coming is None else f'; {describe_decision(now.coming)}'})"
+    text = f"now {now.batch}, stage {now.number} of {now.count}"
+    text += "" if now.noise is None else f": noise scale {number(now.noise)}"
+    return f" ({text}{'' if now.coming is None else f'; {describe_decision(now.coming)}'})"
 
 
 def _nodes_to_come(now: "TrainingStatus") -> str:
     """Return the nodes of later stages, in words."""
     later = {count: stage.batch for stage in reversed(now.stages) if (count := stage.nodes or 0) > now.nodes}
-    told = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
-    return f" (then {', '.join(told)})" if told and not now.finished else ""
+    texts = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
+    return f" (then {', '.join(texts)})" if texts and not now.finished else ""
 
 
 def links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
@@ -239,9 +239,9 @@ def links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
         for link in job.links:
             by_nodes.setdefault(link.nodes, []).append(link.scheduler_id)
         batches = {link.nodes: ", ".join(map(str, link.batches)) for link in job.links}
-        told = [f"{', '.join(ids)} on {plural(nodes)} (batch {batches[nodes]})" for nodes, ids in by_nodes.items()]
-        if told:
-            yield f"links of {job.id}: {'; '.join(told)}"
+        texts = [f"{', '.join(ids)} on {plural(nodes)} (batch {batches[nodes]})" for nodes, ids in by_nodes.items()]
+        if texts:
+            yield f"links of {job.id}: {'; '.join(texts)}"
 
 
 def evaluation(evaluated: "Evaluated") -> str:
@@ -305,5 +305,5 @@ def _best(run: "RunSummary") -> str:
         return f"top-1 {number(run.best_top1, 4)} %"
     if run.best_loss is None:
         return "-"
-    told = (run.best_perplexity, "perplexity") if run.best_perplexity is not None else (run.best_loss, "loss")
-    return f"{told[1]} {number(told[0], 4)}"
+    best = (run.best_perplexity, "perplexity") if run.best_perplexity is not None else (run.best_loss, "loss")
+    return f"{best[1]} {number(best[0], 4)}"

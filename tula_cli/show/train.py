@@ -60,8 +60,8 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
         yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
         return
     epochs = sum(count * halving.branch_epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1))
-    beside = f"{sum(rungs)} branches of {number(epochs)} epochs in all"
-    yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {beside} beside the training"
+    branches = f"{sum(rungs)} branches of {number(epochs)} epochs in all"
+    yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {branches} beside the training"
 
 
 def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
@@ -87,9 +87,9 @@ def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterat
 
 def _nodes_planned(task: "TrainTask") -> Iterator[str]:
     """Say which stages run on fewer nodes than the training."""
-    told = [f"{plural(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
-    if told:
-        yield f"its nodes become more with its batch: {', '.join(told)}"
+    texts = [f"{plural(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
+    if texts:
+        yield f"its nodes become more with its batch: {', '.join(texts)}"
 
 
 def _early_end(plan: "TrainPlan") -> str:
@@ -97,8 +97,8 @@ def _early_end(plan: "TrainPlan") -> str:
     if plan.ends is None:
         return "train.early_stopping may end it earlier; times and costs are those of all epochs"
     predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
-    told = f"{duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
-    return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {told}; what follows is of all epochs"
+    text = f"{duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
+    return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {text}; what follows is of all epochs"
 
 
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
@@ -271,19 +271,19 @@ def _parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
         "rest": "starts and ends" if summary.attempts == 1 else "starts, ends, repeated",
     }
     for part, name in names.items():
-        here, told = getattr(actual, part), getattr(predicted, part, None)
-        if here or told:
-            yield name, told, here
+        here, predicted_part = getattr(actual, part), getattr(predicted, part, None)
+        if here or predicted_part:
+            yield name, predicted_part, here
 
 
 def _energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
     """Return predicted, counted, and the error of the prediction; none where much was not counted."""
-    told, here, error = _compared(predicted, actual, 1)
-    return told, here, error if counted >= WHOLE else "-"
+    predicted_text, here, error = _compared(predicted, actual, 1)
+    return predicted_text, here, error if counted >= WHOLE else "-"
 
 
 def _compared(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:
     """Return predicted, actual, and the error of the prediction relative to actual."""
-    told, here = ("-" if value is None else number(value * factor) for value in (predicted, actual))
+    predicted_text, here = ("-" if value is None else number(value * factor) for value in (predicted, actual))
     error = f"{100 * (predicted - actual) / actual:+.1f}" if predicted is not None and actual else "-"
-    return told, here, error
+    return predicted_text, here, error

@@ -175,4 +175,4 @@ def _needs_the_whole(train: "Train") -> str:
         "train.channels_last lays out whole weights; leave it out": train.channels_last is True,
         "train.hessian differentiates twice through whole weights; leave it out": bool(train.hessian),
     }
-    return next((why for why, asked in refused.items() if asked), "")
+    return next((why for why, is_refused in refused.items() if is_refused), "")

@@ -239,10 +239,10 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _nodes_have_the_gpus_that_are_searched(self) -> "JobSpec":
-        there, asked = self.cluster.gpus_per_node, self.search.gpus_per_node or []
-        if not self.node_types and max(asked, default=0) > there:
+        there, searched = self.cluster.gpus_per_node, self.search.gpus_per_node or []
+        if not self.node_types and max(searched, default=0) > there:
             raise ValueError(
-                f"search.gpus_per_node names {max(asked)}, and a node has {plural(there, 'GPU')} (cluster.gpus_per_node)"
+                f"search.gpus_per_node names {max(searched)}, and a node has {plural(there, 'GPU')} (cluster.gpus_per_node)"
             )
         return self
 
@@ -325,14 +325,14 @@ class JobSpec(Section):
             ValidationError: what the type has of its own does not fit.
         """
         node_type, count = self._kinds[name]
-        found = self if node_type is None else self.of_node_type(node_type)
+        spec_of_type = self if node_type is None else self.of_node_type(node_type)
         if count is None:
-            return found
-        search = found.search.model_dump(mode="json", exclude_unset=True, exclude={"gpus_per_node"})
-        fewer = count < max(found.search.gpus_per_node or ()) and found.search.strategy != "full"
+            return spec_of_type
+        search = spec_of_type.search.model_dump(mode="json", exclude_unset=True, exclude={"gpus_per_node"})
+        fewer = count < max(spec_of_type.search.gpus_per_node or ()) and spec_of_type.search.strategy != "full"
         if fewer:
             search["strategy"] = "sweep"
-        base = found.model_dump(mode="json", exclude_unset=True)
+        base = spec_of_type.model_dump(mode="json", exclude_unset=True)
         cluster = {**base.get("cluster", {}), "gpus_per_node": count}
         job = JobSpec.model_validate({**base, "cluster": cluster, "search": search})
         job._measured_in_addition = "gpus" if fewer else None
@@ -341,11 +341,11 @@ class JobSpec(Section):
     def of_node_type(self, name: str) -> "JobSpec":
         """Return the whole job on one of `node_types`."""
         # A section that is there but empty, as a written spec has it, says nothing of its own.
-        own = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
+        settings = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
         if self.pricing == UNPRICED:  # nothing of it holds beside a price
             base.pop("pricing", None)
-        merge(base, own, {}, source=name)
+        merge(base, settings, {}, source=name)
         return JobSpec.model_validate(base)
 
     def without_bill(self) -> "JobSpec":
@@ -404,8 +404,8 @@ def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> Section
 def _under(item: Any, *path: str) -> InitErrorDetails:
     """Return a problem that pydantic found in a part, with the path of the whole."""
     kind = PydanticCustomError("value_error", "{why}", {"why": item["msg"].removeprefix("Value error, ")})
-    own = kind if item["type"] == "value_error" else item["type"]
-    return InitErrorDetails(type=own, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
+    problem_kind = kind if item["type"] == "value_error" else item["type"]
+    return InitErrorDetails(type=problem_kind, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
 
 
 def warmup_epochs(spec: JobSpec) -> float:
@@ -549,10 +549,10 @@ def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
         beta2: as the optimizer has it by itself, or by its arguments.
         batch: samples a step.
     """
-    asked = beta2_half_life(spec)
-    if asked is None:
+    half_life = beta2_half_life(spec)
+    if half_life is None:
         return beta2
-    kept, steps = (beta2, batch / spec.train.reference_batch) if asked == "auto" else (0.5, batch / asked)
+    kept, steps = (beta2, batch / spec.train.reference_batch) if half_life == "auto" else (0.5, batch / half_life)
     return math.pow(kept, steps)
 
 

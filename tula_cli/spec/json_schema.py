@@ -75,16 +75,16 @@ def _comments(section: type[Section]) -> dict[str, str]:
         ) from None
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     lines = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    found = {}
+    comments = {}
     body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            beside = [lines[n] for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n in lines]
+            trailing = [lines[n] for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n in lines]
             above = node.lineno
-            while not beside and above - 1 in lines and source.splitlines()[above - 2].lstrip().startswith("#"):
+            while not trailing and above - 1 in lines and source.splitlines()[above - 2].lstrip().startswith("#"):
                 above -= 1
-            found[node.target.id] = " ".join(beside or [lines[n] for n in range(above, node.lineno)])
-    return found
+            comments[node.target.id] = " ".join(trailing or [lines[n] for n in range(above, node.lineno)])
+    return comments
 
 
 # --- The schema
@@ -119,9 +119,9 @@ def json_schema(kind: Kind) -> Schema:
     """
     made = JobSpec.model_json_schema(mode="validation", schema_generator=_TypedText)
     parts: Schema = made.pop("$defs")
-    found: dict[str, type[Section]] = {section.__name__: section for _, section in sections(JobSpec)}
+    classes: dict[str, type[Section]] = {section.__name__: section for _, section in sections(JobSpec)}
     for name, part in parts.items():
-        _described(part, found[name])
+        _described(part, classes[name])
     _described(made, JobSpec)
     for key in LAID_OVER:
         inside = parts["NodeType"]["properties"][key]
@@ -148,13 +148,13 @@ def _described(part: Schema, section: type[Section]) -> None:
     """Put the words of the keys in, and leave out what tells an editor nothing."""
     words = descriptions(section)
     part.pop("title", None)
-    for name, own in part["properties"].items():
-        _plain(own)
-        if "$ref" in own:  # beside it draft 7 reads nothing
-            own["allOf"] = [{"$ref": own.pop("$ref")}]
-        if isinstance(own.get("default", {}), dict) or own["default"] is None:
-            own.pop("default", None)
-        part["properties"][name] = {"description": words[name], **own}
+    for name, schema in part["properties"].items():
+        _plain(schema)
+        if "$ref" in schema:  # beside it draft 7 reads nothing
+            schema["allOf"] = [{"$ref": schema.pop("$ref")}]
+        if isinstance(schema.get("default", {}), dict) or schema["default"] is None:
+            schema.pop("default", None)
+        part["properties"][name] = {"description": words[name], **schema}
 
 
 def _plain(value: Any) -> None:
@@ -177,14 +177,14 @@ def _only(root: Schema, keys: tuple[str, ...]) -> Schema:
 
 def _merged(root: Schema, parts: Schema) -> set[str]:
     """Return the sections that stand in `root` and are merged level by level: all but those in lists."""
-    found: set[str] = set()
+    merged: set[str] = set()
     waiting = [root]
     while waiting:
         for name in _named(waiting.pop()):
-            if name not in found:
-                found.add(name)
+            if name not in merged:
+                merged.add(name)
                 waiting.append(parts[name])
-    return found
+    return merged
 
 
 def _named(value: Any) -> Iterator[str]:
@@ -195,7 +195,7 @@ def _named(value: Any) -> Iterator[str]:
         elif isinstance(inner, dict) and key != "items":
             yield from _named(inner)
         elif isinstance(inner, list):
-            yield from (name for one in inner if isinstance(one, dict) for name in _named(one))
+            yield from (name for item in inner if isinstance(item, dict) for name in _named(item))
 
 
 def _required(names: list[str], parts: Schema) -> Schema:

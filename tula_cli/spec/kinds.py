@@ -87,23 +87,23 @@ def plain_data(value: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: names the place of the first one.
     """
-    left, seen = [("", value, 0)], 0
-    while left:
-        place, found, depth = left.pop()
+    pending, seen = [("", value, 0)], 0
+    while pending:
+        place, item, depth = pending.pop()
         seen += 1
         if depth > _DEEPEST or seen > _LARGEST:
             raise ValueError(f"more than {_DEEPEST} levels or {_LARGEST} values are no arguments; write them to a file")
-        if isinstance(found, dict):
-            left += [(f"{place}.{_key(place, key)}", inner, depth + 1) for key, inner in found.items()]
-        elif isinstance(found, list):
-            left += [(f"{place}[{number}]", inner, depth + 1) for number, inner in enumerate(found)]
-        elif isinstance(found, float) and not math.isfinite(found):
+        if isinstance(item, dict):
+            pending += [(f"{place}.{_key(place, key)}", inner, depth + 1) for key, inner in item.items()]
+        elif isinstance(item, list):
+            pending += [(f"{place}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
+        elif isinstance(item, float) and not math.isfinite(item):
             raise ValueError(
-                f"{place[1:]} is {found}, which is kept nowhere: write a word ({found!s}) for your code to read"
+                f"{place[1:]} is {item}, which is kept nowhere: write a word ({item!s}) for your code to read"
             )
-        elif not isinstance(found, str | int | float | None):
+        elif not isinstance(item, str | int | float | None):
             raise ValueError(
-                f"{place[1:]} is a {type(found).__name__}; words, numbers, true, false and null are passed on"
+                f"{place[1:]} is a {type(item).__name__}; words, numbers, true, false and null are passed on"
             )
     plain: dict[str, Any] = _plain(value)
     return plain

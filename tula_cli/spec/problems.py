@@ -152,15 +152,20 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     by_path: dict[str, list[Problem]] = {}
     for problem in problems:
         by_path.setdefault(problem.path, []).append(problem)
-    for path, found in by_path.items():  # that it is no section says nothing beside what is wrong with the text it is
-        by_path[path] = [p for p in found if not p.message.startswith(_SECTION)] or found
+    for (
+        path,
+        problems_here,
+    ) in by_path.items():  # that it is no section says nothing beside what is wrong with the text it is
+        by_path[path] = [p for p in problems_here if not p.message.startswith(_SECTION)] or problems_here
     return tuple(
-        found[0]
-        if len(found) == 1
+        problems_here[0]
+        if len(problems_here) == 1
         else Problem(
-            path, "; or ".join(dict.fromkeys(p.message for p in found)), next((p.hint for p in found if p.hint), "")
+            path,
+            "; or ".join(dict.fromkeys(p.message for p in problems_here)),
+            next((p.hint for p in problems_here if p.hint), ""),
         )
-        for path, found in by_path.items()
+        for path, problems_here in by_path.items()
     )
 
 

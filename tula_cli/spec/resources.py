@@ -76,8 +76,8 @@ class Cluster(Section):
     @property
     def minutes(self) -> int:
         """The time limit of a training job that waits in a queue."""
-        own = self.own_scheduler
-        return (self.slurm or Slurm()).minutes if own is None else own.minutes
+        scheduler = self.own_scheduler
+        return (self.slurm or Slurm()).minutes if scheduler is None else scheduler.minutes
 
     @property
     def minutes_setting(self) -> str:
@@ -97,8 +97,8 @@ class Cluster(Section):
     @property
     def python(self) -> str | None:
         """The shell's words that start the python of jobs; None for the one that runs now."""
-        own = self.own_scheduler or self.slurm
-        return None if own is None else own.python
+        settings = self.own_scheduler or self.slurm
+        return None if settings is None else settings.python
 
     @property
     def collective_warning(self) -> str:

@@ -172,13 +172,13 @@ def cluster_signature(cluster: Cluster) -> str:
 
     For how long it asks for them, and which it avoids, tells nothing of those that it gets.
     """
-    asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude", "limits"})
+    options = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude", "limits"})
     scheduler = (
         {}
         if cluster.scheduler is None
         else {"scheduler": cluster.scheduler.model_dump(mode="json", exclude={"minutes"})}
     )
-    return digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": asked, **scheduler})
+    return digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": options, **scheduler})
 
 
 def _dataset(spec: JobSpec) -> dict[str, Any]:

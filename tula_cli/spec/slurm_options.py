@@ -179,11 +179,11 @@ class Slurm(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Slurm":
-        found = [*_unfit_gpus(self), *_unfit_options(self)]
-        if found:  # all at once, each with its path
+        problems = [*_unfit_gpus(self), *_unfit_options(self)]
+        if problems:  # all at once, each with its path
             details = [
                 InitErrorDetails(type=PydanticCustomError("value_error", "{why}", {"why": why}), loc=path, input=None)
-                for path, why in found
+                for path, why in problems
             ]
             raise ValidationError.from_exception_data("Slurm", details)
         return self

@@ -137,10 +137,10 @@ def _depth(content: Any) -> int:
     while level and depth <= _DEEPEST:
         inner: dict[int, Any] = {}  # by identity: an anchor that stands many times is looked at once a level
         for value in level:
-            found = (
+            children = (
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
             )
-            inner |= {id(one): one for one in found}
+            inner |= {id(child): child for child in children}
         level, depth = list(inner.values()), depth + 1
     return depth
 
@@ -215,8 +215,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     sections = parse_yaml(text, source=str(path))
     if not isinstance(sections, dict):
-        found = "nothing" if sections is None else f"a {type(sections).__name__}"
+        kind = "nothing" if sections is None else f"a {type(sections).__name__}"
         raise SpecError(
-            f"{path}: a job spec is a mapping of sections, found {found}", "tula init writes one to start from"
+            f"{path}: a job spec is a mapping of sections, found {kind}", "tula init writes one to start from"
         )
     return sections

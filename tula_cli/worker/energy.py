@@ -32,11 +32,11 @@ class EnergyMeter:
 
         None where any of them has no counter, or one that does not rise: what is not measured is never 0.
         """
-        own = None
+        energy = None
         if self._start is not None and (counter := self._read()) is not None and counter > self._start:
-            own = counter - self._start
+            energy = counter - self._start
         # By GPU: one that several ranks share counts once.
-        by_gpu: dict[str, float | None] = dict(map(json.loads, self._ranks.gather(json.dumps([self._gpu, own]))))
+        by_gpu: dict[str, float | None] = dict(map(json.loads, self._ranks.gather(json.dumps([self._gpu, energy]))))
         measured = [joules for joules in by_gpu.values() if joules is not None]
         return sum(measured) if len(measured) == len(by_gpu) else None
 

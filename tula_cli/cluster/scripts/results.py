@@ -119,8 +119,8 @@ def _counted_steps(ranks: Sequence[RankResult], log: Path) -> Sequence[JointStep
     """
     if not ranks:
         raise NotMeasured(f"the command ended well, but {describe_missing_step(log)}")
-    if found := mismatches(ranks):
-        raise NotMeasured("; ".join(mismatch.words for mismatch in found))
+    if differences := mismatches(ranks):
+        raise NotMeasured("; ".join(mismatch.words for mismatch in differences))
     if len(ranks) < ranks[0].world:
         raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written what they saw")
     try:

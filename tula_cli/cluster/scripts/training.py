@@ -724,15 +724,15 @@ class ScriptTraining:
         script, task = script_of(self.task.spec), self.task
         attempts = self.training.attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
-        told = read_metrics(
+        rows = read_metrics(
             script, self.placeholder_values, logs, first_rank_only=has_tagged_lines(task), workdir=Path(task.workdir)
         )
-        for name, values in told.items():
+        for name, values in rows.items():
             if not values:
                 self._add(
                     "warning", samples, message=f"script.metric {name} was nowhere to be found in what the script told"
                 )
-        metrics = last_and_best(told)
+        metrics = last_and_best(rows)
         self.run.write_train_result(
             TrainResult(
                 signature=task.signature,

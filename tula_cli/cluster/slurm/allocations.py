@@ -102,8 +102,8 @@ def _gres(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
     """Return the GPUs as SLURM counts them: by those names alone that it tracks."""
     slurm = spec.cluster.slurm or Slurm()
     typed = [name for name in node.tres if name.startswith("gres/gpu:")]
-    own = [name for name in typed if not slurm.gpu_type or name == f"gres/gpu:{slurm.gpu_type.lower()}"]
-    names = [name for name in node.tres if name == "gres/gpu"] + own[:1]
+    matching = [name for name in typed if not slurm.gpu_type or name == f"gres/gpu:{slurm.gpu_type.lower()}"]
+    names = [name for name in node.tres if name == "gres/gpu"] + matching[:1]
     return {name: float(gpus) for name in names if gpus}
 
 

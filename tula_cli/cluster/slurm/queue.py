@@ -444,8 +444,8 @@ def end_outcome(job_id: str, *, restart: int | None = None) -> OutcomeClass | No
             administrator may requeue a job, which then goes on under its old number.
     """
     record = _controller_record(job_id)
-    told = record.get("Restarts", "")
-    restarts = int(told) if told.isdigit() else 0
+    restart_count = record.get("Restarts", "")
+    restarts = int(restart_count) if restart_count.isdigit() else 0
     if restart is not None and restart < restarts:
         # Requeued since: whatever took that allocation away, it was not the job itself.
         return _outcome_of_rows(_rows_of_run(job_id, restart)) or "preempted"

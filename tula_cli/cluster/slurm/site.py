@@ -289,14 +289,14 @@ def parse_minutes(limit: str) -> int | None:
 
 def parse_gres(text: str) -> tuple[Gpus, ...]:
     """Return the GPUs among a node's generic resources: "gpu:4", "gpu:a100:4(S:0-1),gpu:v100:2", "(null)"."""
-    found = []
+    parsed = []
     for entry in re.sub(r"\([^)]*\)", "", text).split(","):
         name, *fields = entry.strip().split(":")
         if name == "gpu":
             count = fields.pop() if fields and re.fullmatch(r"\d+", fields[-1]) else "1"
             kinds = [field for field in fields if field != "no_consume"]
-            found.append(Gpus(kinds[0] if kinds else "", int(count)))
-    return tuple(sorted((gpus for gpus in found if gpus.count), key=lambda gpus: -gpus.count))
+            parsed.append(Gpus(kinds[0] if kinds else "", int(count)))
+    return tuple(sorted((gpus for gpus in parsed if gpus.count), key=lambda gpus: -gpus.count))
 
 
 # --- a job spec to match
@@ -351,16 +351,21 @@ def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
 
 def site_settings(site: Site) -> Iterator[TemplateLine]:
     """Yield what a job spec says on this site: for its default partition, with the others as comments."""
-    own = site.default
-    other_partitions = tuple(describe_partition(partition) for partition in site.partitions if partition is not own)
+    default_partition = site.default
+    other_partitions = tuple(
+        describe_partition(partition) for partition in site.partitions if partition is not default_partition
+    )
     below = ("others:", *(f"  {line}" for line in other_partitions)) if other_partitions else ()
-    if own is None:
+    if default_partition is None:
         yield TemplateLine("cluster.slurm.partition", "", below=("none is the default here; name one of:", *below[1:]))
     else:
         yield TemplateLine(
-            "cluster.slurm.partition", quote_word(own.name), f"the default: {_describe_size(own)}", below
+            "cluster.slurm.partition",
+            quote_word(default_partition.name),
+            f"the default: {_describe_size(default_partition)}",
+            below,
         )
-        yield from _size_settings(own)
+        yield from _size_settings(default_partition)
     if len(site.accounts) == 1:
         yield TemplateLine("cluster.slurm.account", quote_word(site.accounts[0]), "your only one")
     elif site.accounts:

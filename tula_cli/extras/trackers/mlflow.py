@@ -45,11 +45,11 @@ class MlflowRun:
         self.client, self._id = client, run_id
         self.newest: dict[str, int] = {}  # step of each metric that MLflow was asked for
         with _told():
-            found = client.get_run(run_id)
-        self.place: str = found.info.artifact_uri
-        self.given = dict(found.data.params)  # parameters cannot be changed
+            existing = client.get_run(run_id)
+        self.place: str = existing.info.artifact_uri
+        self.given = dict(existing.data.params)  # parameters cannot be changed
         # metrics that may hold more than is known to be sent
-        self.before: frozenset[str] = frozenset(() if new else found.data.metrics)
+        self.before: frozenset[str] = frozenset(() if new else existing.data.metrics)
 
     @property
     def id(self) -> str:
@@ -124,12 +124,12 @@ class MlflowExporter:
             if local is not None:
                 local.mkdir(parents=True, exist_ok=True)
             self.client = MlflowClient(tracking_uri=uri)
-            found = self.client.get_experiment_by_name(project)
+            existing = self.client.get_experiment_by_name(project)
             # A local store would put files below the folder that the command happens to run in.
             place = None if local is None else (local / FILES / _key(project)).as_uri()
-            self.experiment = found.experiment_id if found else self.client.create_experiment(project, place)
-        if found and place is not None:
-            _require_unmoved(uri, before=found.artifact_location, now=place)
+            self.experiment = existing.experiment_id if existing else self.client.create_experiment(project, place)
+        if existing and place is not None:
+            _require_unmoved(uri, before=existing.artifact_location, now=place)
 
     def open(self, run: Described, *, known: str | None, after: int | None) -> MlflowRun:
         del after  # MLflow is asked for the newest step of each metric
@@ -194,8 +194,8 @@ def _first(text: str) -> str:
 
 
 def _chunks(items: Iterator[T] | Sequence[T], size: int) -> Iterator[list[T]]:
-    left = iter(items)
-    while some := list(islice(left, size)):
+    remaining = iter(items)
+    while some := list(islice(remaining, size)):
         yield some
 
 

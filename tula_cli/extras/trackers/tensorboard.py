@@ -56,8 +56,8 @@ class BoardRun:
         self._flush()
 
     def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
-        told = [Summary.Value(tag=f"summary/{name}", simple_value=value) for name, value in values.items()]
-        self._summary(Summary(value=told), at=at.samples if at else 0)
+        summary_values = [Summary.Value(tag=f"summary/{name}", simple_value=value) for name, value in values.items()]
+        self._summary(Summary(value=summary_values), at=at.samples if at else 0)
 
     def rewind(self, samples: int) -> bool:
         self._restart(samples + 1)

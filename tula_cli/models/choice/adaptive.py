@@ -89,8 +89,8 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     belief = _Belief.of(fit, candidates)
     problem = _Problem.of(candidates)
     regrets = problem.regrets(belief)
-    told = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets.items())
-    words = f"expected regret of deciding now: {told}"
+    regret_words = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets.items())
+    words = f"expected regret of deciding now: {regret_words}"
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, f"{words}; settled")
@@ -181,14 +181,14 @@ class _Problem:
     def regrets(self, belief: _Belief) -> dict[str, float]:
         """Return the expected regret of deciding now, by objective."""
         samples = belief.samples()
-        found = {"time": 0.0, "cost": 0.0}
+        largest = {"time": 0.0, "cost": 0.0}
         for decision, chosen in zip(self.decisions, self.choices(belief.mean), strict=True):
             values = decision.values(samples)
             lost = float(np.expm1(values[:, chosen] - values.min(axis=1)).mean())
-            found[decision.objective] += decision.share * lost
+            largest[decision.objective] += decision.share * lost
         if self.knee is not None:
-            found["knee"] = self.knee.regret(belief.mean, samples)
-        return found
+            largest["knee"] = self.knee.regret(belief.mean, samples)
+        return largest
 
     def choices(self, mean: Floats) -> list[int]:
         """Return what each decision comes to."""
@@ -244,8 +244,8 @@ class _Knee:
 
     def batch(self, curve: Floats) -> NDArray[np.intp]:
         """Return the index of the knee of each curve."""
-        found: NDArray[np.intp] = np.argmin(curve + self.log_batch / 2, axis=-1)
-        return found
+        best: NDArray[np.intp] = np.argmin(curve + self.log_batch / 2, axis=-1)
+        return best
 
     def regret(self, mean: Floats, others: Floats) -> float:
         """Return how far time x sqrt(batch) at the knee of the mean is above the least of each other curve, on average."""
@@ -260,17 +260,17 @@ def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, t
     None that takes more than it is expected to save of the training (node-seconds).
     """
     started: set[tuple[int, int]] = set()
-    left = [index for index in range(len(open_)) if open_[index]]
+    remaining = [index for index in range(len(open_)) if open_[index]]
     choices = problem.choices(belief.mean)  # what comes out as expected changes none of them
-    while left:
-        worths = np.array([problem.worth(belief, choices, index) for index in left])
-        costs = np.array([_node_seconds(problem.candidates[index], started) for index in left])
+    while remaining:
+        worths = np.array([problem.worth(belief, choices, index) for index in remaining])
+        costs = np.array([_node_seconds(problem.candidates[index], started) for index in remaining])
         pays = (worths >= tolerance * _LEAST) & (_REALISED * worths * training >= costs)
         rates = np.where(pays, worths / costs, 0.0)
         best = int(np.argmax(rates))
         if rates[best] <= 0:
             return
-        index = left.pop(best)
+        index = remaining.pop(best)
         candidate = problem.candidates[index]
         yield Pick(candidate, _why(candidate, belief, index, float(worths[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))

@@ -31,9 +31,9 @@ def in_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
 
 def apart(known: Sequence[int], at: Ints | Floats) -> Floats:
     """Return how many times the one is the other of each place and each of those that are known, shape (places, known)."""
-    one, other = at[:, None], np.asarray(known, dtype=float)[None, :]
-    found: Floats = np.maximum(one / other, other / one)
-    return found
+    column, other = at[:, None], np.asarray(known, dtype=float)[None, :]
+    ratios: Floats = np.maximum(column / other, other / column)
+    return ratios
 
 
 def nearest(*distances: Floats) -> Ints:
@@ -42,16 +42,16 @@ def nearest(*distances: Floats) -> Ints:
     Args:
         distances: in order of their weight, each of shape (n, m).
     """
-    left = np.ones(distances[0].shape, dtype=bool)
+    candidates = np.ones(distances[0].shape, dtype=bool)
     for distance in distances:
-        here = np.where(left, distance, np.inf)
-        left &= here == here.min(axis=1, keepdims=True)
-    found: Ints = left.argmax(axis=1)
-    return found
+        here = np.where(candidates, distance, np.inf)
+        candidates &= here == here.min(axis=1, keepdims=True)
+    nearest_index: Ints = candidates.argmax(axis=1)
+    return nearest_index
 
 
 def by_value(of: Callable[[int], float], values: Ints) -> NDArray[Any]:
     """Return what a function gives for each value, which it is asked once for: shape (n,)."""
     distinct, where = np.unique(values, return_inverse=True)
-    found: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]
-    return found
+    values_by_position: NDArray[Any] = np.array([of(value) for value in distinct.tolist()])[where]
+    return values_by_position

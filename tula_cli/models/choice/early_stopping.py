@@ -118,8 +118,8 @@ def shortened(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
         parts = parts.model_copy(update={**update, "data": data})
         ratio = parts.total / prediction.parts.total if prediction.parts and prediction.parts.total else share
     names = ("hours", "hours_low", "hours_high", "cost", "node_hours", "kwh", "kwh_low", "kwh_high")
-    told = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
-    return prediction.model_copy(update={**told, "parts": parts})
+    shortened_values = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
+    return prediction.model_copy(update={**shortened_values, "parts": parts})
 
 
 def share_of_steps(prediction: Prediction, share: float) -> float:
@@ -137,10 +137,10 @@ def share_of_steps(prediction: Prediction, share: float) -> float:
     return seconds / prediction.parts.steps
 
 
-def share_left(prediction: Prediction, left: float) -> float:
+def share_left(prediction: Prediction, share: float) -> float:
     """Return the share of a training's time that the last `left` of its epochs take: those of a grown batch take less."""
     parts = prediction.parts
     if parts is None or not prediction.stages or not parts.total:
-        return left
-    stepping = parts.steps * (1 - share_of_steps(prediction, 1 - left))
-    return (stepping + left * (parts.total - parts.steps)) / parts.total
+        return share
+    stepping = parts.steps * (1 - share_of_steps(prediction, 1 - share))
+    return (stepping + share * (parts.total - parts.steps)) / parts.total

@@ -37,11 +37,11 @@ class Config:
 
 def batches(minimum: int, maximum: int) -> list[int]:
     """Return minimum * 2^k up to and including maximum, ascending."""
-    found, batch = [], minimum
+    sizes, batch = [], minimum
     while batch <= maximum:
-        found.append(batch)
+        sizes.append(batch)
         batch *= 2
-    return found
+    return sizes
 
 
 def check_divides(batch: int, parts: int) -> None:

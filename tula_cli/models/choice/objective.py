@@ -54,15 +54,15 @@ def kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
         return None
     hull_x, hull_y = _lower_hull(np.log2(batches), np.log2(values))
     x = np.arange(hull_x[0], hull_x[-1] + 0.5)
-    found = _located(x, np.interp(x, hull_x, hull_y))
-    return None if found is None else _nearest(batches, found)
+    knee = _located(x, np.interp(x, hull_x, hull_y))
+    return None if knee is None else _nearest(batches, knee)
 
 
 def _located(x: Floats, y: Floats) -> float | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kneed warns where it finds none; None says the same
-        found = _knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
-    return None if found is None else float(found)
+        knee = _knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
+    return None if knee is None else float(knee)
 
 
 @functools.cache
@@ -126,9 +126,9 @@ def shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
     """
     unique = np.unique(batches)
     best = np.stack([log_values[:, batches == batch].min(axis=1) for batch in unique], axis=1)
-    found = unique[np.argmin(best + np.log(unique) / 2, axis=1)]
+    best_values = unique[np.argmin(best + np.log(unique) / 2, axis=1)]
     inside = (unique if len(unique) < FEWEST else unique[1:-1]).tolist()
-    return {batch: float(np.mean(found == batch)) for batch in inside if (found == batch).any()}
+    return {batch: float(np.mean(best_values == batch)) for batch in inside if (best_values == batch).any()}
 
 
 # --- The Pareto front
@@ -149,26 +149,26 @@ def front(points: ArrayLike) -> Flags:
     new = np.append(True, (values[order[1:]] != values[order[:-1]]).any(axis=1))
     rest = values[order[new]][:, 1:].tolist()  # ascending by the first value: nothing is beaten by what comes after it
     inside = np.array(_inside([(row[0], row[-1]) for row in rest]))
-    found = np.zeros(len(values), dtype=bool)
-    found[order] = inside[np.cumsum(new) - 1]
-    return found
+    on_front = np.zeros(len(values), dtype=bool)
+    on_front[order] = inside[np.cumsum(new) - 1]
+    return on_front
 
 
 def _inside(points: list[tuple[float, float]]) -> list[bool]:
     """Return for each of some points in a row whether none before it is as small in both values."""
     firsts: list[float] = []  # of those that no other one before is as small as: ascending, and their seconds falling
     seconds: list[float] = []
-    found = []
+    inside = []
     for first, second in points:
         place = bisect_right(firsts, first)
-        found.append(not place or seconds[place - 1] > second)
-        if not found[-1]:
+        inside.append(not place or seconds[place - 1] > second)
+        if not inside[-1]:
             continue
         start = end = bisect_left(firsts, first, hi=place)
         while end < len(seconds) and seconds[end] >= second:
             end += 1
         firsts[start:end], seconds[start:end] = [first], [second]
-    return found
+    return inside
 
 
 def mark_pareto(rows: Offers) -> Offers:

@@ -287,7 +287,11 @@ def stage_batches(spec: JobSpec, *, batch: int, divisor: int, dataset_size: int)
     """
     stages_setting = spec.train.stages
     if isinstance(stages_setting, list):
-        return [one.batch for one in stages_setting if one.batch < batch and not one.nodes and one.batch % divisor == 0]
+        return [
+            setting.batch
+            for setting in stages_setting
+            if setting.batch < batch and not setting.nodes and setting.batch % divisor == 0
+        ]
     if stages_setting is None:
         return []
     return [stage.batch for stage in _auto_stages(spec, batch, [divisor], dataset_size).stages[:-1]]

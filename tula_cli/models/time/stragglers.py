@@ -126,7 +126,7 @@ def find_stragglers(measured: Iterable[Measured]) -> list[Straggler]:
         if len(slow) >= max(_MIN_PROBES, math.ceil(_MIN_SLOW_SHARE * len(ratios))):
             waits = sum(waits for _, waits in slow) > len(slow) / 2
             slow_ranks.append(Straggler(name, median(ratio for ratio, _ in slow), len(slow), len(ratios), waits))
-    return sorted(slow_ranks, key=lambda one: -one.factor)
+    return sorted(slow_ranks, key=lambda straggler: -straggler.factor)
 
 
 def _relative_to_median(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:

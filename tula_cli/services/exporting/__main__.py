@@ -19,8 +19,8 @@ from tula_cli.services.exporting.export import asked, export
 
 def main(path: str, by: str, *how: str) -> int:
     """Send until told to stop; return the exit code."""
-    told = list[int]()
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))  # of a scheduler
+    signals = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))  # of a scheduler
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to react to
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # so is the warning of a time limit the supervisor's
         signal.signal(number, signal.SIG_IGN)
@@ -32,7 +32,7 @@ def main(path: str, by: str, *how: str) -> int:
             trackers,
             follow="once" not in how,
             active=(lambda _: True) if by == "job" else None,  # a job that sends is one that runs
-            stop=lambda: bool(told or select.select([sys.stdin], [], [], 0)[0]),
+            stop=lambda: bool(signals or select.select([sys.stdin], [], [], 0)[0]),
         )
         for event in work:
             if isinstance(event, WarningEvent):

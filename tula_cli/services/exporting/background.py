@@ -30,7 +30,7 @@ class Beside:
         self.run = run
         self.process: subprocess.Popen[bytes] | None = None
         spec = run.spec()
-        self.wanted = any(one.by == "command" for one in spec.export)
+        self.wanted = any(section.by == "command" for section in spec.export)
         self.later = self.wanted and spec.cluster.kind == "local" and not _train(run, jobs)
         self.told = b""
         if self.wanted and not self.later:
@@ -75,9 +75,9 @@ class Beside:
         except subprocess.TimeoutExpired:
             yield WarningEvent(f"export: it is still sending after {patience:.0f} s, and goes on by itself")
             return
-        found = list(self.news())
-        yield from found
-        if code and not found:
+        events = list(self.news())
+        yield from events
+        if code and not events:
             yield WarningEvent(
                 f"export: it has ended with {code}, {self.log} tells why; tula export sends what was missed"
             )

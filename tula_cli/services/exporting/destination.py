@@ -149,9 +149,11 @@ def read(path: Path) -> Sent | None:
 
 def problems(folder: Path) -> list[str]:
     """Return what is wrong with trackers that a run is sent to, by what was written down in its folder of exports."""
-    found = [read(path) for path in list_files(folder)]
+    records = [read(path) for path in list_files(folder)]
     return [
-        f"export to {one.to}: {one.problem}; tula export sends what was missed" for one in found if one and one.problem
+        f"export to {record.to}: {record.problem}; tula export sends what was missed"
+        for record in records
+        if record and record.problem
     ]
 
 
@@ -192,12 +194,12 @@ def rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
 def _row(line: bytes) -> dict[str, Any]:
     """Return the object of a line; an empty one where a lost node has left half of it."""
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    is_row = isinstance(found, dict) and isinstance(found.get("kind"), str)
-    placed = is_row and all(_is_number(found.get(name)) for name in ("time", "samples"))
-    return found if placed else {}
+    is_row = isinstance(row, dict) and isinstance(row.get("kind"), str)
+    placed = is_row and all(_is_number(row.get(name)) for name in ("time", "samples"))
+    return row if placed else {}
 
 
 def _is_number(value: object) -> bool:
@@ -319,10 +321,10 @@ def destination(
         SpecError: the place holds a password.
     """
     try:
-        found = without_password(uri) if uri else _default(to, run / FOLDER, environ)
+        place = without_password(uri) if uri else _default(to, run / FOLDER, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
-    return Destination(to, _absolute(to, found), project or job, home=str(run / FOLDER))
+    return Destination(to, _absolute(to, place), project or job, home=str(run / FOLDER))
 
 
 def _default(to: str, folder: Path, environ: Mapping[str, str]) -> str:

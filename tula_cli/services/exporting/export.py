@@ -99,8 +99,8 @@ class _Target:
         """Send what is new; an error is told once."""
         try:
             for session in self.sessions:
-                found = session.look(active=active(session.part))
-                self.counted = self.counted + found
+                seen_now = session.look(active=active(session.part))
+                self.counted = self.counted + seen_now
             self.problem, self.pause = "", self.every
         except TrackerError as error:
             if error.message != self.problem:
@@ -114,15 +114,15 @@ class _Target:
     @property
     def exported(self) -> Exported:
         runs = sum(len(session.runs) for session in self.sessions)
-        place, found = self.place, self.counted
+        place, counted = self.place, self.counted
         return Exported(
             to=place.to,
             uri=place.uri,
             project=place.project,
             runs=runs,
-            new_runs=found.runs,
-            new_points=found.points,
-            files=found.files,
+            new_runs=counted.runs,
+            new_points=counted.points,
+            files=counted.files,
             problem=self.problem,
             offline=place.offline,
         )
@@ -132,7 +132,7 @@ def require_sent(exporteds: Iterable[Exported]) -> None:
     """Raise TrackerError where a tracker was given up."""
     if failed := [exported for exported in exporteds if exported.problem]:
         raise TrackerError(
-            f"not all was sent to {', '.join(one.to for one in failed)}: {failed[0].problem}",
+            f"not all was sent to {', '.join(result.to for result in failed)}: {failed[0].problem}",
             "the same command sends what was missed",
         )
 
@@ -155,19 +155,19 @@ def asked(
     if not to:
         if uri is not None or project is not None:
             raise SpecError("--uri and --project need --to, the tracker that they are of")
-        found = tuple(one for one in spec.export if by in (None, one.by))
-        if not found and by is None:
+        sections = tuple(section for section in spec.export if by in (None, section.by))
+        if not sections and by is None:
             raise SpecError(
                 "nothing says where to", "add --to mlflow, wandb or tensorboard, or a section export to job.yaml"
             )
-        return found
+        return sections
     if len(to) > 1 and (uri is not None or project is not None):
         raise SpecError("--uri and --project are of one tracker, and --to names several")
     try:
-        return tuple(Export(to=one, uri=uri, project=project) for one in to)
+        return tuple(Export(to=section, uri=uri, project=project) for section in to)
     except ValidationError as error:
-        told = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise SpecError(f"--to or --uri: {told.removeprefix('to: ')}") from None
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"--to or --uri: {reason.removeprefix('to: ')}") from None
 
 
 def export(
@@ -201,9 +201,9 @@ def export(
     parts = parts_with_data(run, spec)
     asks = active or _seldom(status_of)
     targets = [_target(run, spec, parts, tracker, every, reports) for tracker in trackers]
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for target in targets:
-            owners = [held.enter_context(session.held()) for session in target.sessions]
+            owners = [stack.enter_context(session.held()) for session in target.sessions]
             target.problem = next((_taken(target.place, owner) for owner in owners if owner), "")
         busy = [target for target in targets if target.problem]
         targets = [target for target in targets if not target.problem]
@@ -233,7 +233,7 @@ def _looks(
     stop: Callable[[], bool],
     sleep: Callable[[float], None],
 ) -> Iterator[Event]:
-    began, told = time.monotonic(), float("-inf")
+    began, last_word = time.monotonic(), float("-inf")
     while True:
         last = stop() or not follow or not any(asks(part) for part in parts)
         now = time.monotonic()
@@ -244,15 +244,15 @@ def _looks(
         if last:
             yield from (WarningEvent(damage) for part in parts for damage in part.run.read().training_warnings)
             return
-        if now - told >= words.pause(now - began):
-            told = now
+        if now - last_word >= words.pause(now - began):
+            last_word = now
             yield Note(_words(targets))
         _sleep_until(min(target.again for target in targets), stop, sleep)
 
 
 def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float], None]) -> None:
-    while not stop() and (left := moment - time.monotonic()) > 0:
-        sleep(min(1.0, left))
+    while not stop() and (remaining := moment - time.monotonic()) > 0:
+        sleep(min(1.0, remaining))
 
 
 def _closed(targets: Sequence[_Target]) -> Iterator[Event]:
@@ -291,8 +291,8 @@ def _name(run: RunDir, part: Part) -> str:
 
 def status_of(part: Part) -> bool:
     """Return whether a job of a part is queued or running; the scheduler is asked."""
-    own = launcher.launcher_for(part.spec, submits=False)
-    return status.run_status(part.run, own, now=time.time()).active()
+    own_launcher = launcher.launcher_for(part.spec, submits=False)
+    return status.run_status(part.run, own_launcher, now=time.time()).active()
 
 
 def _seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:

@@ -131,7 +131,7 @@ def of_run(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tu
 def _answer_words(answer: Recommendation | None) -> dict[str, str]:
     if answer is None:
         return {}
-    told = {
+    texts = {
         "recommended": configuration(answer.choice.nodes, answer.choice.batch, answer.choice.local_batch),
         "objective": answer.objective,
         "reason": answer.reason,
@@ -140,7 +140,7 @@ def _answer_words(answer: Recommendation | None) -> dict[str, str]:
         "node_type": answer.choice.type,
     }
     warnings = {f"warning.{number:02d}": text for number, text in enumerate(answer.warnings, 1)}
-    return {f"recommendation.{key}": text for key, text in {**told, **warnings}.items() if text}
+    return {f"recommendation.{key}": text for key, text in {**texts, **warnings}.items() if text}
 
 
 def _answer_numbers(answer: Recommendation | None) -> dict[str, float]:
@@ -191,7 +191,7 @@ def of_probe(result: Result, name: str, parent: str, *, at: float) -> Told:
 def probe_numbers(probe: Measured) -> dict[str, float]:
     """Return what a step of a probe took: seconds, samples a second, bytes of one GPU, joules; what is not known is absent."""
     step, gradients = trimmed_mean(probe.step_times), probe.gradients
-    told = {
+    numbers = {
         "step_time": step,
         "samples_per_second": probe.batch / step,
         "sync_time": probe.sync_time,
@@ -205,7 +205,7 @@ def probe_numbers(probe: Measured) -> dict[str, float]:
         "eval_batch_time": probe.overheads.eval_batch,
         "startup_time": probe.overheads.startup,
     }
-    return {key: float(value) for key, value in told.items() if value is not None and math.isfinite(value)}
+    return {key: float(value) for key, value in numbers.items() if value is not None and math.isfinite(value)}
 
 
 # --- A training
@@ -268,7 +268,7 @@ def _predicted(task: TrainTask) -> dict[str, float]:
 def _attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> dict[str, str]:
     """Return how each start of the ranks ended, one a tag."""
     by_id = {task.id: task for task in tasks}
-    told = {}
+    texts = {}
     for number, attempt in enumerate(attempts, 1):
         task = by_id.get(attempt.task)
         where = f"{plural(task.nodes)}, batch {task.batch}" if task else attempt.task
@@ -276,27 +276,27 @@ def _attempt_words(attempts: Iterable[Attempt], tasks: Sequence[TrainTask]) -> d
         why = f" ({task.cause})" if task and task.cause and attempt.number == 1 else ""
         ended = attempt.outcome or "running"
         words = without_secrets(first_line(attempt.message)) if attempt.message else ""
-        told[f"attempt.{number:02d}"] = f"{where}{goes_on}{why}: {ended}" + f": {words}" * bool(words)
-    return told
+        texts[f"attempt.{number:02d}"] = f"{where}{goes_on}{why}: {ended}" + f": {words}" * bool(words)
+    return texts
 
 
 def _tuning_words(tuning: Tuning | None) -> dict[str, str]:
     """Return what the branches of a self-tuning training came to."""
     if tuning is None:
         return {}
-    told = {
-        f"branch.{number:02d}": f"{one.arm}, rung {one.rung}: loss {number_word(one.loss)}"
-        + " (diverged)" * one.diverged
-        for number, one in enumerate(tuning.branches, 1)
+    texts = {
+        f"branch.{number:02d}": f"{branch.arm}, rung {branch.rung}: loss {number_word(branch.loss)}"
+        + " (diverged)" * branch.diverged
+        for number, branch in enumerate(tuning.branches, 1)
     }
-    return {**told, **({"branch.chosen": tuning.chosen.name} if tuning.chosen else {})}
+    return {**texts, **({"branch.chosen": tuning.chosen.name} if tuning.chosen else {})}
 
 
 def _end_words(summary: Summary | None) -> dict[str, str]:
     if summary is None:
         return {}
-    told = {"ended": summary.ended, "relaunches": "; ".join(summary.causes), "currency": summary.currency}
-    return {key: without_secrets(text) for key, text in told.items() if text}
+    texts = {"ended": summary.ended, "relaunches": "; ".join(summary.causes), "currency": summary.currency}
+    return {key: without_secrets(text) for key, text in texts.items() if text}
 
 
 def _end_numbers(
@@ -305,22 +305,22 @@ def _end_numbers(
     energy: CountedEnergy | None,
     evaluations: Iterable[Evaluated],
 ) -> dict[str, float | None]:
-    told: dict[str, float | None] = {}
+    numbers: dict[str, float | None] = {}
     if result is not None:
-        told |= {f"final/{name}": value for name, value in result.metrics.items()}
-        told |= {"best/epoch": result.best_epoch, "best/top1": result.best_top1, "best/loss": result.best_loss}
-        told |= {f"best/{result.best.metric}": result.best.value} if result.best else {}
-        told |= {"samples": result.samples, "steps": result.steps}
+        numbers |= {f"final/{name}": value for name, value in result.metrics.items()}
+        numbers |= {"best/epoch": result.best_epoch, "best/top1": result.best_top1, "best/loss": result.best_loss}
+        numbers |= {f"best/{result.best.metric}": result.best.value} if result.best else {}
+        numbers |= {"samples": result.samples, "steps": result.steps}
     if summary is not None:
         for name in ("hours", "cost", "step", "kwh"):
-            told |= {f"{when}/{name}": getattr(summary, f"{when}_{name}") for when in ("predicted", "actual")}
-        told["attempts"] = summary.attempts
+            numbers |= {f"{when}/{name}": getattr(summary, f"{when}_{name}") for when in ("predicted", "actual")}
+        numbers["attempts"] = summary.attempts
     if energy is not None:
-        told["energy/kwh"] = energy.kwh
+        numbers["energy/kwh"] = energy.kwh
     for evaluation in evaluations:
         which = f"{'test' if evaluation.test else 'eval'}/{evaluation.weights if evaluation.weights in ('best', 'last') else evaluation.key}"
-        told |= {f"{which}/{name}": value for name, value in evaluation.metrics.items()}
-    return told
+        numbers |= {f"{which}/{name}": value for name, value in evaluation.metrics.items()}
+    return numbers
 
 
 # --- curves
@@ -367,34 +367,34 @@ def with_steps(points: Sequence[Point], kept: StepSeries, *, after: int) -> list
     if not points:
         return []
     places = [point.samples for point in points]
-    found = {point.samples: point for point in points}
+    points_by_samples = {point.samples: point for point in points}
     for at, samples in enumerate(kept.samples):
         if after < samples <= places[-1]:
             nearest = points[bisect_left(places, samples)]
-            own = found.get(samples, Point(samples, nearest.time, {}))
-            told = _finite({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
-            found[samples] = Point(samples, own.time, {**told, **own.values})
-    return [found[samples] for samples in sorted(found) if found[samples].values]
+            existing = points_by_samples.get(samples, Point(samples, nearest.time, {}))
+            values = _finite({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
+            points_by_samples[samples] = Point(samples, existing.time, {**values, **existing.values})
+    return [points_by_samples[samples] for samples in sorted(points_by_samples) if points_by_samples[samples].values]
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row by the names that they have at a tracker."""
     kind = row["kind"]
-    told: dict[str, Any] = {"epoch": row.get("epoch")}
+    values: dict[str, Any] = {"epoch": row.get("epoch")}
     if kind == "step":
-        told |= {f"train/{name}": row.get(name) for name in _STEP} | _pace(row) | _ags(row)
+        values |= {f"train/{name}": row.get(name) for name in _STEP} | _pace(row) | _ags(row)
     elif kind == "epoch":
-        told |= {f"eval/{name}": row.get(key) for key, name in _EVALUATED.items()}
-        told |= {f"eval/{name}": value for name, value in (row.get("metrics") or {}).items()}
-        told |= {f"per_epoch/{name}": row.get(name) for name in _OF_PREDICTION}
-        told |= {"train/loss": row.get("loss"), "train/lr": row.get("lr"), "train/batch": row.get("batch")}
-        told |= _ags(row) | _gradients(row.get("diagnostics")) | _of_method(row)
+        values |= {f"eval/{name}": row.get(key) for key, name in _EVALUATED.items()}
+        values |= {f"eval/{name}": value for name, value in (row.get("metrics") or {}).items()}
+        values |= {f"per_epoch/{name}": row.get(name) for name in _OF_PREDICTION}
+        values |= {"train/loss": row.get("loss"), "train/lr": row.get("lr"), "train/batch": row.get("batch")}
+        values |= _ags(row) | _gradients(row.get("diagnostics")) | _of_method(row)
     elif kind in ("start", "stage"):
-        told |= {f"train/{name}": row.get(name) for name in ("batch", "lr", "beta2", "nodes")}
-        told |= {"attempt": row.get("attempt"), "stage": row.get("stage")}
+        values |= {f"train/{name}": row.get(name) for name in ("batch", "lr", "beta2", "nodes")}
+        values |= {"attempt": row.get("attempt"), "stage": row.get("stage")}
     else:
-        told |= {f"{kind}/{name}": value for name, value in _leaves(row) if name not in (*_PLACE, "epoch")}
-    return told
+        values |= {f"{kind}/{name}": value for name, value in _leaves(row) if name not in (*_PLACE, "epoch")}
+    return values
 
 
 def _pace(row: Mapping[str, Any]) -> dict[str, float | None]:
@@ -404,13 +404,13 @@ def _pace(row: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _ags(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what gradient scaling did: mean factor, share of steps scaled, shares of factors at their bounds."""
-    found = row.get("ags") or {}
-    return {f"ags/{name}": value for name, value in found.items() if name not in ("so_far", "factors")}
+    ags_row = row.get("ags") or {}
+    return {f"ags/{name}": value for name, value in ags_row.items() if name not in ("so_far", "factors")}
 
 
-def _gradients(found: Mapping[str, Any] | None) -> dict[str, Any]:
+def _gradients(gradients: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the quantiles of |G| and of Delta(G) over the steps of an epoch."""
-    parts = {name: (found or {}).get(name) or {} for name in ("norm", "delta")}
+    parts = {name: (gradients or {}).get(name) or {} for name in ("norm", "delta")}
     return {f"gradients/{name}_{which}": value for name, part in parts.items() for which, value in part.items()}
 
 

@@ -80,11 +80,11 @@ class Session:
 
     def _read(self) -> Sent:
         place = self.destination
-        found = (
+        parts = (
             None if place.gone else state.read(self.record)
         )  # what was sent to a place that is gone is to be sent again
         new = Sent(to=place.to, uri=place.uri, project=place.project)
-        return new if found is None else found.model_copy(update={"uri": place.uri})
+        return new if parts is None else parts.model_copy(update={"uri": place.uri})
 
     @contextlib.contextmanager
     def held(self) -> Iterator[str]:
@@ -133,21 +133,21 @@ class Session:
         if self._exporter is None:
             self._exporter = self.destination.exporter()
         self._lock.heartbeat()
-        found = self._settle(whole)
+        counted = self._settle(whole)
         parent = self._sent.runs["run"].id
         for result in look.results:
-            found += self._settle(of_probe(result, self.name, parent, at=whole.ended))
+            counted += self._settle(of_probe(result, self.name, parent, at=whole.ended))
             self._close_ended()
         for tasks in _trainings(look):
-            told = of_training(look, tasks, self.name, parent, active=active and _is_moving(look, tasks))
-            if told.run.started:  # else it waits for its nodes
-                found += self._curves(look, told, tasks[-1])  # first: what goes back takes away what comes after it
-                found += self._settle(told)
+            facts = of_training(look, tasks, self.name, parent, active=active and _is_moving(look, tasks))
+            if facts.run.started:  # else it waits for its nodes
+                counted += self._curves(look, facts, tasks[-1])  # first: what goes back takes away what comes after it
+                counted += self._settle(facts)
                 self._close_ended()
         self._close_ended()
         if self._sent.problem:
             self._keep(problem="")
-        return found
+        return counted
 
     def close(self) -> None:
         """Leave every run at the tracker as far as it is."""
@@ -157,14 +157,14 @@ class Session:
 
     # --- one run at the tracker
 
-    def _opened(self, told: Told) -> TrackedRun:
-        key = told.run.key
+    def _opened(self, facts: Told) -> TrackedRun:
+        key = facts.run.key
         if key not in self._open:
             assert self._exporter is not None
             known = self._sent.runs.get(key)
             newest = -1 if known is None else known.samples
             self._open[key] = self._exporter.open(
-                told.run,
+                facts.run,
                 known=None if known is None else known.id,
                 after=None if newest < 0 else newest,
             )
@@ -172,24 +172,24 @@ class Session:
                 self._keep(key, SentRun(id=self._open[key].id))
         return self._open[key]
 
-    def _settle(self, told: Told) -> Counted:
+    def _settle(self, facts: Told) -> Counted:
         """Send settings, words, single numbers and files, where any of them is new."""
-        key = told.run.key
-        known, settled = self._sent.runs.get(key), told.digests()
-        files = {path.name: state.digest(path.read_bytes()) for path in told.artifacts}
-        self._ended[key] = (told.state, told.ended)
+        key = facts.run.key
+        known, settled = self._sent.runs.get(key), facts.digests()
+        files = {path.name: state.digest(path.read_bytes()) for path in facts.artifacts}
+        self._ended[key] = (facts.state, facts.ended)
         if known is not None and known.settled == settled and known.artifacts == files:
             return Counted()
-        run = self._opened(told)
+        run = self._opened(facts)
         before = self._sent.runs[key]
-        changed = {name for name, found in settled.items() if before.settled.get(name) != found}
+        changed = {name for name, value in settled.items() if before.settled.get(name) != value}
         if "params" in changed:
-            run.params(told.params)
+            run.params(facts.params)
         if "tags" in changed:
-            run.tags(told.tags)
+            run.tags(facts.tags)
         if "numbers" in changed:
-            run.summary(told.numbers, at=Point(before.samples, told.ended, {}) if before.samples >= 0 else None)
-        new = [path for path in told.artifacts if before.artifacts.get(path.name) != files[path.name]]
+            run.summary(facts.numbers, at=Point(before.samples, facts.ended, {}) if before.samples >= 0 else None)
+        new = [path for path in facts.artifacts if before.artifacts.get(path.name) != files[path.name]]
         for path in new:
             run.artifact(path)
         self._keep(key, before.model_copy(update={"settled": settled, "artifacts": files}))
@@ -201,18 +201,18 @@ class Session:
             how, at = self._ended[key]
             self._open.pop(key).close(how, at=at)
 
-    def _curves(self, look: Snapshot, told: Told, task: TrainTask) -> Counted:
+    def _curves(self, look: Snapshot, facts: Told, task: TrainTask) -> Counted:
         """Send the points of a training that are new."""
-        key, files = told.run.key, look.training(task.signature)
-        known, whole = self._sent.runs.get(key) or SentRun(id=""), told.state != "running"
-        self._ended[key] = (told.state, told.ended)
+        key, files = facts.run.key, look.training(task.signature)
+        known, whole = self._sent.runs.get(key) or SentRun(id=""), facts.state != "running"
+        self._ended[key] = (facts.state, facts.ended)
         rows = state.rows_to_send(files.metrics_path, whole=whole)
         starts = {float(row["time"]): int(row["samples"]) for row in rows if row["kind"] == "start"}
         went_back = min((samples for at, samples in starts.items() if at not in known.starts), default=known.samples)
         points = [item for item in points_of(rows, batch=task.batch) if isinstance(item, Point)]
         if went_back >= known.samples and not any(point.samples > known.samples for point in points):
             return Counted()
-        run, newest = self._opened(told), known.samples
+        run, newest = self._opened(facts), known.samples
         for row in rows:
             if row["kind"] == "environment":
                 run.params(environment_in(row))
@@ -238,11 +238,11 @@ class Session:
 
 def _trainings(look: Snapshot) -> list[list[TrainTask]]:
     """Return the tasks of each training, first attempt first."""
-    found = defaultdict[str, list[TrainTask]](list)
+    tasks_by_signature = defaultdict[str, list[TrainTask]](list)
     for task in look.tasks:
         if isinstance(task, TrainTask):
-            found[task.signature].append(task)
-    return [sorted(tasks, key=lambda task: task.attempt) for tasks in found.values()]
+            tasks_by_signature[task.signature].append(task)
+    return [sorted(tasks, key=lambda task: task.attempt) for tasks in tasks_by_signature.values()]
 
 
 def _is_moving(look: Snapshot, tasks: Sequence[TrainTask]) -> bool:

@@ -50,7 +50,7 @@ def find_unfinished_training(parts: Sequence[Part]) -> UnfinishedTraining:
     trainings = [(rows[-1]["time"], part, task, rows) for part in parts for task, rows in _unfinished_trainings(part)]
     if not trainings:
         raise BadMeasurements("no training of this run is under way", "tula train starts one")
-    _, part, task, rows = max(trainings, key=lambda one: one[0])
+    _, part, task, rows = max(trainings, key=lambda training: training[0])
     if task.spec.script is not None:
         raise SpecError("a training by a script tells whole steps alone", "tula recommend without --from-training")
     if not any(isinstance(result, Measured) for result in part.run.results()):

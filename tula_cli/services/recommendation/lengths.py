@@ -93,9 +93,9 @@ def _describe_growth(forecasts: dict[int, Forecast], nodes: int) -> str:
     memory = growth.fit_length_growth(_memory_points(probes))
     longest = max(forecasts)
     sentences = [
-        _describe_length_growth(quantity, found, longest)
-        for quantity, found in (("step's time", time), ("memory", memory))
-        if found
+        _describe_length_growth(quantity, fitted, longest)
+        for quantity, fitted in (("step's time", time), ("memory", memory))
+        if fitted
     ]
     return "; ".join(sentences)
 

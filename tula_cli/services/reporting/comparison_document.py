@@ -108,8 +108,8 @@ def comparison_table(report: CompareReport, *, first_round: bool = False) -> Tab
     """Return one row a method at a batch, as Table I of the paper; of all epochs, or of the short trainings."""
     to_unit, unit = hours_unit(row.hours for row in report.rows)
     titles = {"top1": ("top-1", "%"), "top5": ("top-5", "%")}
-    metrics = [column for name in report.columns for title, own in [titles.get(name, (name.replace("_", " "), ""))]
-               for column in (Column(title, own, digits=4), Column("sd", own, digits=2))]  # fmt: skip
+    metrics = [column for name in report.columns for title, metric_unit in [titles.get(name, (name.replace("_", " "), ""))]
+               for column in (Column(title, metric_unit, digits=4), Column("sd", metric_unit, digits=2))]  # fmt: skip
     columns = (Column("batch"), Column("method", align="left"), Column("seeds"), *metrics, Column("gap", digits=3),
                Column("recovered", "%", digits=3), Column("samples", digits=4), Column("time", unit, digits=3), Column("note", align="left"))  # fmt: skip
     shown = [row for row in (report.first_round if first_round else report.rows) if row.cells]

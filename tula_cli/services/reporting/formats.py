@@ -50,19 +50,19 @@ def explain_signs(table: Table) -> str:
 
 def csv_files(document: Document) -> dict[str, str]:
     """Return the CSV of each table and figure of a report, by its key."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for section in document.sections:
         for table in section.tables:
-            found[_free_name(f"table_{table.key}", found)] = _csv_of_rows(table_rows(table))
+            texts[_free_name(f"table_{table.key}", texts)] = _csv_of_rows(table_rows(table))
         for figure in section.figures:
-            found[_free_name(f"figure_{figure.key}", found)] = _csv_of_rows(figure_rows(figure))
-    return found
+            texts[_free_name(f"figure_{figure.key}", texts)] = _csv_of_rows(figure_rows(figure))
+    return texts
 
 
 def _free_name(name: str, taken: Mapping[str, str]) -> str:
     """Return a name that is not taken yet."""
     names = (name, *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
-    return next(one for one in names if one not in taken)
+    return next(candidate for candidate in names if candidate not in taken)
 
 
 def csv_text(document: Document) -> str:
@@ -151,11 +151,11 @@ def _markdown_lines(document: Document) -> Iterator[str]:
 
 
 def _markdown_section(section: Section) -> Iterator[str]:
-    told = [
+    parts = [
         *map(_escape_markdown, section.text),
         *([f"*Missing: {_escape_markdown(section.missing)}.*"] if section.missing else []),
     ]
-    for paragraph in told:
+    for paragraph in parts:
         yield ""
         yield paragraph
     if section.facts:
@@ -198,8 +198,8 @@ def markdown_rows(table: Table) -> Iterator[str]:
 def _markdown_figure(figure: Figure) -> str:
     paper = f" ({figure.paper} of the paper)" if figure.paper else ""
     marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
-    told = f"{figure.caption} Marked: {marks}." if marks else figure.caption
-    return f"Figure `{figure.key}`: {_escape_markdown(figure.title)}{paper}. {_escape_markdown(told)}".rstrip()
+    caption = f"{figure.caption} Marked: {marks}." if marks else figure.caption
+    return f"Figure `{figure.key}`: {_escape_markdown(figure.title)}{paper}. {_escape_markdown(caption)}".rstrip()
 
 
 def _escape_markdown(words: str) -> str:
@@ -321,5 +321,7 @@ def _latex_head(words: str, *, left: bool) -> str:
 def _latex_figure(figure: Figure) -> str:
     paper = f" ({figure.paper} of the paper)" if figure.paper else ""
     marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
-    told = f"{figure.caption} Marked: {marks}." if marks else figure.caption
-    return rf"\noindent Figure \texttt{{{escape_latex(figure.key)}}}: {escape_latex(f'{figure.title}{paper}. {told}')}"
+    caption = f"{figure.caption} Marked: {marks}." if marks else figure.caption
+    return (
+        rf"\noindent Figure \texttt{{{escape_latex(figure.key)}}}: {escape_latex(f'{figure.title}{paper}. {caption}')}"
+    )

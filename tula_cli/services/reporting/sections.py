@@ -193,8 +193,8 @@ def _time_parts_tables(choice: Prediction) -> Iterator[Table]:
     divisor, unit = time_unit(parts.total)
     names = {"steps": "steps", "data": "of them waiting for data", "evaluation": "evaluation", "checkpoints": "checkpoints",
              "branches": "branches of self-tuning", "rest": "starts and ends"}  # fmt: skip
-    told = [(name, getattr(parts, field_name)) for field_name, name in names.items()]
-    rows = tuple((name, seconds / divisor, 100 * seconds / parts.total) for name, seconds in told if seconds)
+    named_parts = [(name, getattr(parts, field_name)) for field_name, name in names.items()]
+    rows = tuple((name, seconds / divisor, 100 * seconds / parts.total) for name, seconds in named_parts if seconds)
     columns = (Column("part", align="left"), Column("time", unit, digits=3), Column("share", "%", digits=3))
     title = f"Where the time of the choice goes: {describe_nodes(choice)}, batch {choice.batch}"
     yield Table("training_parts", title, columns, rows)
@@ -831,14 +831,14 @@ def cross_validation_section(material: Material) -> Section:
     if measurements is None:
         return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"nothing is predicted: {material.unanswered}")
     try:
-        found = measurements.cross_validate()
+        validations = measurements.cross_validate()
     except BadMeasurements as error:
         return Section(VALIDATION_KEY, VALIDATION_TITLE, missing=f"nothing tells how well: {describe_error(error)}")
     return Section(
         VALIDATION_KEY,
         VALIDATION_TITLE,
-        tables=(_validation_table(found),),
-        figures=(_validation_figure(found), *_fit_figures(material, measurements)),
+        tables=(_validation_table(validations),),
+        figures=(_validation_figure(validations), *_fit_figures(material, measurements)),
     )
 
 
@@ -897,11 +897,11 @@ def _fit_figures(material: Material, type_measurements: TypeMeasurements) -> Ite
     series = [_measured_series(type_measurements, here, nodes)]
     for name, fit in fits.items():
         sizes = [size for size in known if not fit.refusal(nodes, gpus, size)]
-        told = [fit.predict(nodes, gpus, size) for size in sizes]
+        estimates = [fit.predict(nodes, gpus, size) for size in sizes]
         xs = tuple(float(Config(nodes, size * nodes * gpus).batch) for size in sizes)
         series.append(
-            Series(name, xs, tuple(1000 * one.seconds for one in told), tuple(one.low and 1000 * one.low for one in told),
-                   tuple(one.high and 1000 * one.high for one in told), style="line")
+            Series(name, xs, tuple(1000 * estimate.seconds for estimate in estimates), tuple(estimate.low and 1000 * estimate.low for estimate in estimates),
+                   tuple(estimate.high and 1000 * estimate.high for estimate in estimates), style="line")
         )  # fmt: skip
     trained = ", and to the steps of trainings," * bool(forecast.trained)
     yield Figure(
@@ -976,8 +976,8 @@ def _noise_rows(material: Material) -> list[dict[str, Any]]:
         if part_material.now.training is not None:
             rows = part_material.look.training(part_material.now.training.signature).sampled_metrics()
             noisy = [row for row in rows if row["kind"] == "noise"]
-            if found := [row for row in noisy if (value_of(row, "scale") or 0.0) > 0]:
-                return found
+            if rows_with_scale := [row for row in noisy if (value_of(row, "scale") or 0.0) > 0]:
+                return rows_with_scale
     return []
 
 
@@ -1036,14 +1036,16 @@ def _progress_figures(material: Material, rows: Sequence[Prediction], choice: Pr
     if len(rows) < 2:
         return
     progress_by_row = [_require_progress(row) for row in rows]
-    factor, unit = hours_unit([*(own.hours for own in progress_by_row), *(row.hours for row in rows)])
+    factor, unit = hours_unit(
+        [*(same_progress.hours for same_progress in progress_by_row), *(row.hours for row in rows)]
+    )
     xs = tuple(float(row.batch) for row in rows)
     progress = Series(
         "to the same progress",
         xs,
-        tuple(own.hours * factor for own in progress_by_row),
-        tuple(own.hours_low * factor for own in progress_by_row),
-        tuple(own.hours_high * factor for own in progress_by_row),
+        tuple(same_progress.hours * factor for same_progress in progress_by_row),
+        tuple(same_progress.hours_low * factor for same_progress in progress_by_row),
+        tuple(same_progress.hours_high * factor for same_progress in progress_by_row),
     )
     fixed = Series("for the job's epochs", xs, tuple(row.hours * factor for row in rows), style="line")
     y = choice.same_progress.hours if choice.same_progress is not None else choice.hours
@@ -1170,7 +1172,7 @@ def _training_tables(training: TrainingMaterial) -> Iterator[Table]:
 def _predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table:
     """Return what was predicted beside what came of it; errors are of the prediction, shares of the actual value."""
     divisor, unit = time_unit(3600 * end.actual_hours)
-    told: list[tuple[str, str, float | None, float | None, float]] = [
+    comparisons: list[tuple[str, str, float | None, float | None, float]] = [
         ("step time", "ms", end.predicted_step, end.actual_step, 1000),
         ("time", unit, end.predicted_hours, end.actual_hours, 3600 / divisor),
         *((f"time: {name}", unit, predicted, actual, 1 / divisor) for name, predicted, actual in _time_parts(end)),
@@ -1178,7 +1180,7 @@ def _predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table
         ("energy", "kWh", end.predicted_kwh, end.actual_kwh, 1),
     ]
     rows: list[tuple[Cell, ...]] = []
-    for name, unit_, predicted, actual, factor in told:
+    for name, unit_, predicted, actual, factor in comparisons:
         if predicted is None and actual is None:
             continue
         error = None if predicted is None or not actual else 100 * (predicted - actual) / actual
@@ -1232,15 +1234,15 @@ def _with_suffix(figure: Figure, suffix: str) -> Figure:
 
 
 def _metric_axes(training_material: TrainingMaterial) -> "list[_MetricAxis]":
-    found = [_MetricAxis("samples", "samples seen", lambda row: float(row["samples"]))]
+    axes = [_MetricAxis("samples", "samples seen", lambda row: float(row["samples"]))]
     began, times = (
         training_material.began_at,
         [row["time"] for row in training_material.rows if row.get("time") is not None],
     )
     if began is not None and times:
         divisor, unit = time_unit(max(times) - began)
-        found.append(_MetricAxis("time", f"time since its start ({unit})", lambda row: (row["time"] - began) / divisor))
-    return found
+        axes.append(_MetricAxis("time", f"time since its start ({unit})", lambda row: (row["time"] - began) / divisor))
+    return axes
 
 
 class _MetricAxis:
@@ -1261,9 +1263,9 @@ class _MetricAxis:
         self, name: str, rows: Sequence[Row], value: Callable[[Row], float | None], style: str = "line"
     ) -> Iterator[Series]:
         """Yield the curve of what rows tell; nothing where they tell nothing."""
-        told = thin_out([(self.place(row), found) for row in rows if (found := value(row)) is not None])
-        if told:
-            xs, ys = zip(*told, strict=True)
+        points = thin_out([(self.place(row), number) for row in rows if (number := value(row)) is not None])
+        if points:
+            xs, ys = zip(*points, strict=True)
             yield Series(name, xs, ys, style=style)  # type: ignore[arg-type]
 
     def starts(self, training_material: TrainingMaterial) -> tuple[Mark, ...]:
@@ -1283,7 +1285,7 @@ class _MetricAxis:
             *self.series("evaluation", epochs, lambda row: value_of(row, "eval_loss"), "line+points"),
         )
         if series:
-            low = min(y for one_ in series for y in one_.y if y is not None)
+            low = min(y for curve in series for y in curve.y if y is not None)
             yield Figure(f"loss_by_{self.key}", f"Loss over {self.key}", "Of training steps as they were logged, and on the evaluation set at the end of epochs.",
                          self.label, "loss", series, marks=self.starts(training_material), y_scale="log" if low > 0 else "linear")  # fmt: skip
 

@@ -84,8 +84,8 @@ class AgsSteps:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if self.tula is None and (found := self._found()) is not None:
-            self.bind(*found)
+        if self.tula is None and (optimizer := self._found()) is not None:
+            self.bind(*optimizer)
 
     def declare(self, optimizer: Any, model: Any) -> None:
         """Bind to what the loop names.
@@ -110,9 +110,13 @@ class AgsSteps:
         if not modules:
             return None
         model = max(modules, key=_size)
-        own = {id(parameter) for parameter in model.parameters()}
-        found = [one for one in self._alive() if any(id(parameter) in own for parameter in parameters(one))]
-        return (max(found, key=elements), model) if found else None  # the first of equals: the same on all ranks
+        ids = {id(parameter) for parameter in model.parameters()}
+        optimizers = [
+            optimizer for optimizer in self._alive() if any(id(parameter) in ids for parameter in parameters(optimizer))
+        ]
+        return (
+            (max(optimizers, key=elements), model) if optimizers else None
+        )  # the first of equals: the same on all ranks
 
     def _alive(self) -> list[Any]:
         return [optimizer for reference in self._made if (optimizer := reference()) is not None]
@@ -296,7 +300,9 @@ class AgsSteps:
         self.offered = True
         if self.tula is not None and self.tula.wants_small_batch:
             scalers = [scaler for reference in self.split.scalers if (scaler := reference()) is not None]
-            self.tula.small_batch(loss, scaler=next((one for one in scalers if one.is_enabled()), None))
+            self.tula.small_batch(
+                loss, scaler=next((candidate for candidate in scalers if candidate.is_enabled()), None)
+            )
 
     def fail(self, why: str) -> NoReturn:
         """Tell the supervisor, and raise: now, and at each step to come.
@@ -316,13 +322,13 @@ class AgsSteps:
         return {**state, KEY: self.tula.ags_state_dict()}
 
     def _load(self, optimizer: Any, state: dict[str, Any]) -> None:
-        found = state.pop(KEY, None)  # of a shallow copy
-        if found is None:
+        state_of_ags = state.pop(KEY, None)  # of a shallow copy
+        if state_of_ags is None:
             return
         if self.tula is not None and optimizer is self.tula.base:
-            self._resume(found)
+            self._resume(state_of_ags)
         else:
-            self._loaded[optimizer] = found
+            self._loaded[optimizer] = state_of_ags
 
     def _resume(self, state: dict[str, Any]) -> None:
         assert self.tula is not None
@@ -372,8 +378,8 @@ _OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, 
 def unsupported(what: str = "AGS") -> str:
     """Return why the library cannot be imported here; empty where it can."""
     torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
-    found = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
-    if sys.version_info[:2] >= LEAST_PYTHON and found >= LEAST_TORCH:
+    torch_version = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
+    if sys.version_info[:2] >= LEAST_PYTHON and torch_version >= LEAST_TORCH:
         return ""
     python, least = (".".join(map(str, version)) for version in (LEAST_PYTHON, LEAST_TORCH))
     return f"{what} needs Python {python} and torch {least} or newer, and the script runs Python {platform.python_version()} with torch {torch}"

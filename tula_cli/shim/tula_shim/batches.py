@@ -143,8 +143,8 @@ class Delivered:
 
     def size(self) -> int | None:
         """Return the samples that the dataset says it has; None where there is none, or it does not."""
-        told = self.facts.get(self.training or 0, {}).get("dataset")
-        return None if told is None else int(told)
+        dataset = self.facts.get(self.training or 0, {}).get("dataset")
+        return None if dataset is None else int(dataset)
 
     def counts_samples(self, key: int | None) -> bool:
         """Return whether the batches of a dataset show how many samples they hold."""
@@ -157,8 +157,8 @@ def find_samples(batch: object, size: int | None) -> tuple[Hashable, ...] | None
     The first whose count is `size`: images of different sizes come as a list of so many tensors. Without a size (samplers
     that choose batches themselves, streams) the leading dimension of the first tensor.
     """
-    found = list(_paths(batch, ()))
-    return next((path for path, count in found if count == size), found[0][0] if found else None)
+    paths = list(_paths(batch, ()))
+    return next((path for path, count in paths if count == size), paths[0][0] if paths else None)
 
 
 def _paths(item: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], int]]:

@@ -12,9 +12,9 @@ from .stopping import insist, stop
 def wrap(optimizer: Any, model: Any = None) -> Any:
     """Take note of an optimizer, torch's or not, and of the parameters of the model; return it. Methods ags and ortho act on it."""
     counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
-    found = {"name": full_name(optimizer), "elements": sum(counted) if counted is not None else None}
+    facts = {"name": full_name(optimizer), "elements": sum(counted) if counted is not None else None}
     mine = recorder()
-    mine.optimizers.declared = found
+    mine.optimizers.declared = facts
     for steps in (mine.ags, mine.ortho):
         if steps is not None:
             steps.declare(optimizer, model)

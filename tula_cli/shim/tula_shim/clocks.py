@@ -16,8 +16,8 @@ Mark = Any
 def cuda() -> Any | None:
     """Return torch.cuda where this process has used it, else None."""
     torch = sys.modules.get("torch")
-    found = getattr(torch, "cuda", None)
-    return found if found is not None and found.is_available() and found.is_initialized() else None
+    module = getattr(torch, "cuda", None)
+    return module if module is not None and module.is_available() and module.is_initialized() else None
 
 
 class HostClock:
@@ -50,15 +50,15 @@ class CudaClock(HostClock):
 
 def clock() -> HostClock:
     """Return the clock of the device that this process computes on; asked after its first step."""
-    found = cuda()
-    return CudaClock(found) if found is not None else HostClock()
+    device = cuda()
+    return CudaClock(device) if device is not None else HostClock()
 
 
 def reset_peak() -> None:
     """Begin the peak anew. On the CPU it is the kernel's high-water mark, which some containers do not let one reset."""
-    found = cuda()
-    if found is not None:
-        found.reset_peak_memory_stats()
+    device = cuda()
+    if device is not None:
+        device.reset_peak_memory_stats()
         return
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -68,9 +68,9 @@ def reset_peak() -> None:
 
 def peak() -> dict[str, int]:
     """Return the most memory since `reset_peak`, in bytes: allocated and reserved on a GPU, resident on the CPU."""
-    found = cuda()
-    if found is not None:
-        return {"allocated": int(found.max_memory_allocated()), "reserved": int(found.max_memory_reserved())}
+    device = cuda()
+    if device is not None:
+        return {"allocated": int(device.max_memory_allocated()), "reserved": int(device.max_memory_reserved())}
     resident = _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"allocated": resident, "reserved": resident}
 
@@ -85,9 +85,9 @@ def _status(name: str) -> int | None:
 
 def hardware() -> str:
     """Return the GPU's name, or the CPU's; empty where neither is told."""
-    found = cuda()
-    if found is not None:
-        return str(found.get_device_name())
+    device = cuda()
+    if device is not None:
+        return str(device.get_device_name())
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -97,8 +97,8 @@ def hardware() -> str:
 
 def capacity() -> int | None:
     """Return the bytes of this process' GPU; None on the CPU."""
-    found = cuda()
-    return None if found is None else int(found.get_device_properties(found.current_device()).total_memory)
+    device = cuda()
+    return None if device is None else int(device.get_device_properties(device.current_device()).total_memory)
 
 
 def process_age() -> float | None:

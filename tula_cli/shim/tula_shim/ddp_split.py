@@ -119,8 +119,8 @@ class DdpSplit:
             scaler = reference()
             if scaler is not None and scaler.is_enabled():
                 scale *= float(scaler.get_scale())
-        own, reduced = (torch.stack(parts).sum() / scale**2 for parts in (self._own, self._reduced))
-        self.norms.append((own, reduced))
+        local, reduced = (torch.stack(parts).sum() / scale**2 for parts in (self._own, self._reduced))
+        self.norms.append((local, reduced))
 
     def around(self, inner: Inner) -> Inner:
         """Return a communication hook that does what `inner` does, and sees the gradients while norms are watched."""

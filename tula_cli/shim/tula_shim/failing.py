@@ -93,10 +93,10 @@ def batch_norm() -> str:
     if norms is None:
         return ""
     # By their types: to ask an object of somebody else's what it is may run its code.
-    found = {kind for kind in map(type, gc.get_objects()) if issubclass(kind, norms._BatchNorm)}
-    if not found:
+    kinds = {kind for kind in map(type, gc.get_objects()) if issubclass(kind, norms._BatchNorm)}
+    if not kinds:
         return ""
-    return "sync" if all(issubclass(kind, norms.SyncBatchNorm) for kind in found) else "batch"
+    return "sync" if all(issubclass(kind, norms.SyncBatchNorm) for kind in kinds) else "batch"
 
 
 def class_name(kind: type[BaseException]) -> str:

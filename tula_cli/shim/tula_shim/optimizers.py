@@ -80,21 +80,21 @@ def learning_rate(optimizer: Any) -> Any:
     One that is a tensor is copied, not read: it may be on a GPU, and its schedule changes it in place.
     """
     groups = getattr(optimizer, "param_groups", None)
-    found: Any = groups[0].get("lr") if groups else None
-    return found.detach().clone() if hasattr(found, "detach") else found
+    rate: Any = groups[0].get("lr") if groups else None
+    return rate.detach().clone() if hasattr(rate, "detach") else rate
 
 
 def base_learning_rate(optimizer: Any) -> float | None:
     """Return what torch's schedulers multiply; None without one."""
     groups = getattr(optimizer, "param_groups", None)
-    found = groups[0].get("initial_lr") if groups else None
-    return None if found is None else float(found)
+    rate = groups[0].get("initial_lr") if groups else None
+    return None if rate is None else float(rate)
 
 
 def tensor_bytes(tensors: Iterable[Any]) -> int:
     """Sum the bytes of tensors, of DTensors the shard of this rank."""
-    found = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    return sum(int(tensor.numel() * tensor.element_size()) for tensor in found)
+    local_tensors = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return sum(int(tensor.numel() * tensor.element_size()) for tensor in local_tensors)
 
 
 # --- Schedulers

@@ -117,8 +117,8 @@ def _part(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict
     """Return a part of the plan that is null or has all that it needs."""
     part = given.get(name)
     if part is not None and (not isinstance(part, dict) or needed - part.keys()):
-        told = ", ".join(sorted(needed))
-        raise PlanError(f"tula: {name} is {part!r} in the plan {path}; null or all of {told} are needed")
+        names = ", ".join(sorted(needed))
+        raise PlanError(f"tula: {name} is {part!r} in the plan {path}; null or all of {names} are needed")
     return part
 
 

@@ -80,8 +80,8 @@ def agree(name: str, decide: Callable[[], str], *, world: int) -> str:
         store.set(key, answer)
         return answer
     store.wait([key], PATIENCE)
-    found = store.get(key)
-    return str(found, "utf-8") if isinstance(found, bytes) else str(found)
+    stored = store.get(key)
+    return str(stored, "utf-8") if isinstance(stored, bytes) else str(stored)
 
 
 def _store() -> Any | None:

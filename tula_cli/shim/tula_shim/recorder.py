@@ -184,9 +184,9 @@ class Recorder:
 
     def _begin_training(self, counts: dict[int, list[float]], samples: float | None) -> None:
         """Keep as many of a training's first steps as a probe times at least: its claims are held against them."""
-        left = self.plan.warmup + self.plan.min_steps - self.step
-        self.begun = left == 0
-        if left >= 0:
+        remaining = self.plan.warmup + self.plan.min_steps - self.step
+        self.begun = remaining == 0
+        if remaining >= 0:
             self.phase = WARMUP if self.step <= self.plan.warmup else TIMED
             self._keep(counts, samples)
 
@@ -329,6 +329,6 @@ def _split(recorder: Recorder) -> dict[str, Any] | None:
         "modules": len(split.alive()),
         "hook": split.hook,
         "sync": [sum(recorder.seconds(*pair) for pair in pairs) for pairs in split.exposed],
-        "norms": [[float(own), float(reduced)] for own, reduced in split.norms],
+        "norms": [[float(local), float(reduced)] for local, reduced in split.norms],
         "local": [_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local],
     }

@@ -71,10 +71,10 @@ def wait_for_ranks(folder: Path, world: int, patience: float = PATIENCE) -> bool
     wanted = {f"result-{rank}.json" for rank in range(world)}
     deadline, pause = time.monotonic() + patience, LOOK
     while not wanted <= {path.name for path in folder.iterdir()}:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             return False
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))
         pause = min(1.5 * pause, LOOK_MOST, max(10 * LOOK, world / 50))
     return True
 
@@ -86,15 +86,15 @@ def end_children() -> None:
     _end(lambda: [pid for pid in descendants(os.getpid()) if not _cleans(pid)])
 
 
-def _end(left: Callable[[], list[int]]) -> None:
-    for asked in (signal.SIGTERM, signal.SIGKILL):
-        for pid in left():
+def _end(remaining: Callable[[], list[int]]) -> None:
+    for signal_sent in (signal.SIGTERM, signal.SIGKILL):
+        for pid in remaining():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, asked)
+                os.kill(pid, signal_sent)
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
             _reap()
-            if not left():
+            if not remaining():
                 return
             time.sleep(0.01)
 
@@ -114,12 +114,12 @@ def descendants(pid: int) -> list[int]:
                 state, parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
                 if state != "Z":
                     children.setdefault(int(parent), []).append(int(entry.name))
-    found, ahead = [], [pid]
+    pids, ahead = [], [pid]
     while ahead:
         below = children.get(ahead.pop(), [])
-        found += below
+        pids += below
         ahead += below
-    return found
+    return pids
 
 
 def _cleans(pid: int) -> bool:

@@ -140,10 +140,10 @@ class Requests:
 
     def _asked(self) -> str:
         try:
-            asked = json.loads((self.plan.folder / "save.json").read_text(encoding="utf-8"))
+            request = json.loads((self.plan.folder / "save.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return ""  # none, or half of one: the next look sees it whole
-        return "stop" if asked.get("then") == "stop" else "save"
+        return "stop" if request.get("then") == "stop" else "save"
 
     def save(self, step: int, samples: float | None, rank: int) -> bool:
         """Have the loop save; return whether it could."""
@@ -156,8 +156,8 @@ class Requests:
     def saved(self, step: int, samples: float | None, rank: int, *, path: str) -> None:
         """Tell the supervisor that a checkpoint is written."""
         if rank == 0:
-            told = {"step": step, "samples": samples, "path": path, "time": time.time()}
-            write_json(self.plan.folder / "saved.json", told)
+            record = {"step": step, "samples": samples, "path": path, "time": time.time()}
+            write_json(self.plan.folder / "saved.json", record)
             with contextlib.suppress(FileNotFoundError):
                 (self.plan.folder / "save.json").unlink()
 
@@ -263,7 +263,7 @@ def _state(path: str) -> _Newest:
     """Return what there is at a path; of a folder, when its newest file was written."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
     try:
-        own, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116
+        created, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116
     except OSError:
         return _Newest()  # replaced meanwhile
-    return _Newest(changed, path, own.st_ino, own.st_size)
+    return _Newest(changed, path, created.st_ino, created.st_size)

@@ -793,7 +793,7 @@ def plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
             if name in element.attrib:
                 element.set(
                     name,
-                    _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), element.get(name, "")),
+                    _LONG.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), element.get(name, "")),
                 )
     _describe(root, prefix, title, description)
     return ElementTree.tostring(root, encoding="unicode")
@@ -829,13 +829,13 @@ def _references(element: ElementTree.Element) -> Iterator[str]:
 
 
 def _rename(element: ElementTree.Element, names: dict[str, str]) -> None:
-    own = element.attrib.pop("id", "")
-    if own in names:
-        element.set("id", names[own])
+    old_id = element.attrib.pop("id", "")
+    if old_id in names:
+        element.set("id", names[old_id])
     if (target := element.attrib.pop(_HREF, None)) is not None:
         element.set("href", f"#{names[target.removeprefix('#')]}")
     for name, value in element.attrib.items():
-        element.set(name, _REFERENCE.sub(lambda found: f"url(#{names[found[1]]})", value))
+        element.set(name, _REFERENCE.sub(lambda match: f"url(#{names[match[1]]})", value))
 
 
 def _tag_element(element: ElementTree.Element) -> None:
@@ -1001,8 +1001,8 @@ def _draw(canvas: "Canvas", figure: Figure, looks: Mapping[str, int]) -> None:
 
 
 def _draw_series(axes: "Axes", figure: Figure, shown: Sequence[DrawnSeries]) -> list[Entry]:
-    bars = [one for one in shown if one.style in ("bars", "stacked")]
-    curves = [one for one in shown if one not in bars]
+    bars = [bar_series for bar_series in shown if bar_series.style in ("bars", "stacked")]
+    curves = [bar_series for bar_series in shown if bar_series not in bars]
     density = [] if figure.density is None else draw_density(axes, figure.density, figure.y_scale)
     # Beside each other, or the intervals of one place hide each other.
     step = min(0.08, 0.5 / len(curves)) if curves and figure.x_scale == "category" and not bars else 0.0
@@ -1010,7 +1010,7 @@ def _draw_series(axes: "Axes", figure: Figure, shown: Sequence[DrawnSeries]) -> 
     return [
         *density,
         *draw_bars(axes, bars),
-        *(draw_curve(axes, one, shift=step * (place - middle)) for place, one in enumerate(curves)),
+        *(draw_curve(axes, bar_series, shift=step * (place - middle)) for place, bar_series in enumerate(curves)),
     ]
 
 
@@ -1024,7 +1024,7 @@ def _basis_entries(shown: Sequence[DrawnSeries]) -> list[Entry]:
     if False not in states:
         return []
     bars = all(series.style in ("bars", "stacked") for series in with_basis)
-    found = []
+    entries = []
     for state in sorted(states, reverse=True):
         face = LIGHT["muted"] if state else LIGHT["paper"]
         if bars:
@@ -1039,8 +1039,8 @@ def _basis_entries(shown: Sequence[DrawnSeries]) -> list[Entry]:
                 markerfacecolor=face,
                 markeredgecolor=LIGHT["muted"],
             )
-        found.append(Entry(handle, "measured (filled)" if state else "predicted (open)"))
-    return found
+        entries.append(Entry(handle, "measured (filled)" if state else "predicted (open)"))
+    return entries
 
 
 def _draw_no_data(axes: "Axes") -> None:

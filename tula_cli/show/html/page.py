@@ -113,15 +113,15 @@ class DrawnFigures:
     def looks_of(self, figure: Figure) -> dict[str, int]:
         """Return the looks of a figure's series: those that their names have had before, and no two the same."""
         names = list(dict.fromkeys(series.name for series in figure.series))
-        found: dict[str, int] = {}
+        looks: dict[str, int] = {}
         for name in names:
-            if name in self.known and self.known[name] not in found.values():
-                found[name] = self.known[name]
+            if name in self.known and self.known[name] not in looks.values():
+                looks[name] = self.known[name]
         for name in names:
-            if name not in found:
-                found[name] = next(place for place in count() if place not in found.values())
-                self.known.setdefault(name, found[name])
-        return found
+            if name not in looks:
+                looks[name] = next(place for place in count() if place not in looks.values())
+                self.known.setdefault(name, looks[name])
+        return looks
 
 
 def render_page(document: Document) -> str:
@@ -137,7 +137,7 @@ def render_page(document: Document) -> str:
         *_render_contents(document.sections),
         *_render_facts(document.facts),
         '<main id="main">',
-        *(part for place, one in enumerate(document.sections) for part in _render_section(one, place, drawn)),
+        *(part for place, section in enumerate(document.sections) for part in _render_section(section, place, drawn)),
         "</main>",
         f'<footer><p class="made">{escape_text(document.made)}</p></footer>',
     ]
@@ -232,8 +232,8 @@ def figure_numbers(figure: Figure) -> Table:
         )
         for place in shown
     ]
-    told = tuple(tuple(row[place] for place in shown) for row in rows)
-    return Table(f"{figure.key}-numbers", f"{figure.title}: numbers", tuple(columns), told)
+    shown_rows = tuple(tuple(row[place] for place in shown) for row in rows)
+    return Table(f"{figure.key}-numbers", f"{figure.title}: numbers", tuple(columns), shown_rows)
 
 
 # --- tables
@@ -269,8 +269,8 @@ def _render_row(table: Table, row: Iterable[Cell], mark: str, *, marked: bool) -
     sign, words = _MARKS.get(mark, ("", ""))
     first = f'<td class="mark"><span role="img" aria-label="{words}">{sign}</span></td>' if sign else "<td></td>"
     told_cells = [
-        f"<td{_cell_class(column, told)}>{escape_text(told)}</td>"
-        for column, told in (
+        f"<td{_cell_class(column, text)}>{escape_text(text)}</td>"
+        for column, text in (
             (column, formats.cell_text(cell, column)) for column, cell in zip(table.columns, row, strict=True)
         )
     ]

@@ -46,7 +46,7 @@ def names(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: one that there is none of, or a brace that is neither doubled nor of a placeholder.
     """
-    found = []
+    found_names = []
     for token in _TOKEN.finditer(text):
         if token[0] in ("{{", "}}"):
             continue
@@ -54,8 +54,8 @@ def names(text: str) -> tuple[str, ...]:
             raise ValueError(f"a single {token[0]} in {text!r}: write {token[0] * 2} for a brace that is meant")
         if token[1] not in PLACEHOLDERS:
             raise ValueError(_unknown(token[1]))
-        found.append(token[1])
-    return tuple(found)
+        found_names.append(token[1])
+    return tuple(found_names)
 
 
 def render(command: str, values: Mapping[str, str | float]) -> list[str]:

@@ -26,8 +26,8 @@ class Missing:
 def job_name(recognised: Recognised) -> str:
     """Return the name of the job: that of the script, in the letters that a name may have."""
     stem = re.sub(r"\.(py|sh)$", "", program(recognised.script["command"]))
-    found = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
-    return found[:64] or "job"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
+    return name[:64] or "job"
 
 
 def missing(recognised: Recognised) -> tuple[Missing, ...]:
@@ -35,14 +35,14 @@ def missing(recognised: Recognised) -> tuple[Missing, ...]:
     return tuple(_missing(recognised.script, set(names(recognised.script["command"]))))
 
 
-def _missing(script: dict[str, Any], found: set[str]) -> Iterator[Missing]:
-    if "out" not in found:
+def _missing(script: dict[str, Any], placeholders: set[str]) -> Iterator[Missing]:
+    if "out" not in placeholders:
         yield Missing(
             "script.command", "{out} in place of its output folder, or a probe writes where the training does"
         )
     if "length" not in script:
         yield Missing("script.length", "how long it trains: {epochs: N}, {samples: N} or {steps: N}", required=True)
-    if _needs_a_size(script, found):
+    if _needs_a_size(script, placeholders):
         yield Missing("script.dataset_size", "samples of an epoch, which {steps} follow from", required=True)
     else:
         yield Missing(
@@ -51,14 +51,14 @@ def _missing(script: dict[str, Any], found: set[str]) -> Iterator[Missing]:
     if "batch" not in script["reference"]:
         yield Missing("script.reference.batch", "the batch of today, over all GPUs", required=True)
     if "lr" not in script["reference"]:
-        if "lr" in found:
+        if "lr" in placeholders:
             yield Missing("script.reference.lr", "the learning rate of today", required=True)
         else:
             words = "the learning rate of today, with {lr} in the command; nothing where the script scales it itself"
             yield Missing("script.reference.lr", words)
     if "resume" not in script:
         yield Missing("script.resume", "how it goes on from a checkpoint; without it a training begins anew")
-    elif "out" not in found:
+    elif "out" not in placeholders:
         yield Missing(
             "script.resume.checkpoint", "where it saves; {out} is not in the command, so section resume is a comment"
         )
@@ -97,19 +97,19 @@ def _length(script: dict[str, Any]) -> Iterator[str]:
     if "length" in script:
         ((kind, count),) = script["length"].items()
         others = [f"{{{other}: N}}" for other in ("epochs", "samples", "steps") if other != kind]
-        told = (
+        length_words = (
             " # at reference.batch; another batch takes as many samples"
             if kind == "steps"
             else f" # or {' or '.join(others)}"
         )
-        yield f"  length: {{{kind}: {count}}}{told}"
+        yield f"  length: {{{kind}: {count}}}{length_words}"
     else:
         yield "  # length: {epochs: 90} # REQUIRED: or {samples: N}, or {steps: N} at reference.batch"
 
 
-def _needs_a_size(script: dict[str, Any], found: set[str]) -> bool:
+def _needs_a_size(script: dict[str, Any], placeholders: set[str]) -> bool:
     """Tell whether steps are to be counted of a length in epochs."""
-    return bool(found & {"steps", "samples"}) and "epochs" in script.get("length", {})
+    return bool(placeholders & {"steps", "samples"}) and "epochs" in script.get("length", {})
 
 
 def _dataset_size(script: dict[str, Any]) -> str:
@@ -119,7 +119,7 @@ def _dataset_size(script: dict[str, Any]) -> str:
 
 
 def _reference(recognised: Recognised) -> Iterator[str]:
-    reference, found = recognised.script["reference"], set(names(recognised.script["command"]))
+    reference, placeholders = recognised.script["reference"], set(names(recognised.script["command"]))
     yield (
         "  reference: # what the script was tuned for"
         if reference
@@ -131,7 +131,7 @@ def _reference(recognised: Recognised) -> Iterator[str]:
         yield f"  {'  ' if reference else '#   '}{'# ' if reference else ''}batch: 256 # REQUIRED: over all GPUs"
     if "lr" in reference:
         yield f"    lr: {_number(reference['lr'])} # tuned for that batch"
-    elif "lr" in found:
+    elif "lr" in placeholders:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # REQUIRED: tuned for that batch"
     else:
         yield f"  {'  # ' if reference else '#   '}lr: 0.1 # with {{lr}} in the command; left out where the script scales it itself"
@@ -144,11 +144,11 @@ def _batch_words(recognised: Recognised) -> str:
         return "over all GPUs"
     values = recognised.values
     per_process = values.get("local_batch") or f"{values['micro_batch']} x {recognised.accumulate} micro-batches"
-    told = f"{per_process} a GPU x {plural(recognised.ranks, 'GPU')}"
+    text = f"{per_process} a GPU x {plural(recognised.ranks, 'GPU')}"
     batch = values.get("local_batch")
     if batch is None or recognised.ranks == 1:
-        return told
-    return f"{told}; if {flag} is the batch of all GPUs, write {batch} here and {{batch}} in the command"
+        return text
+    return f"{text}; if {flag} is the batch of all GPUs, write {batch} here and {{batch}} in the command"
 
 
 def _resume(script: dict[str, Any]) -> Iterator[str]:
@@ -164,20 +164,20 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
 
 
 def _train(recognised: Recognised) -> Iterator[str]:
-    values, found = recognised.values, set(names(recognised.script["command"]))
+    values, placeholders = recognised.values, set(names(recognised.script["command"]))
     chosen, reason = default_train(recognised.script["command"])
     yield f"  method: {chosen['method']} # {reason}; or lbt, lrs, ags, ortho"
     if "lr_scaling" in chosen:
         yield "  lr_scaling: sqrt # {lr} is reference.lr times sqrt(batch / reference.batch); linear: times batch / reference.batch"
     if values.keys() & {"accumulate", "accumulate_total"}:
         yield f"  accumulate: {recognised.accumulate} # micro-batches an optimizer step, {{accumulate}}"
-    elif found & {"accumulate", "accumulate_total"}:
+    elif placeholders & {"accumulate", "accumulate_total"}:
         yield "  # accumulate: 1 # micro-batches an optimizer step, {accumulate}"
     for key, default, words in (("seed", "0", ""), ("workers", "auto", "data-loader processes a GPU, ")):
         if key in values:
             yield f"  {key}: {int(float(values[key]))} # {words}{{{key}}}"
         else:
-            yield f"  # {key}: {default} # {words}{{{key}}}{' in the command' * (key not in found)}"
+            yield f"  # {key}: {default} # {words}{{{key}}}{' in the command' * (key not in placeholders)}"
     yield "  # max_attempts: 8 # starts, or allocations, in a row that save nothing new"
 
 

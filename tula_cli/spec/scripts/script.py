@@ -138,18 +138,18 @@ class Script(Section):
     @property
     def accumulates(self) -> bool:
         """Whether its command can be told to take a batch in more and smaller micro-batches."""
-        found = set(names(self.command))
-        return "micro_batch" in found and bool(found & {"accumulate", "accumulate_total"})
+        placeholders = set(names(self.command))
+        return "micro_batch" in placeholders and bool(placeholders & {"accumulate", "accumulate_total"})
 
     @model_validator(mode="after")
     def _has_a_batch(self) -> "Script":
-        found = set(names(self.command))
-        if not found & BATCHES:
+        placeholders = set(names(self.command))
+        if not placeholders & BATCHES:
             raise ValueError(
                 "command has no batch that tula could choose; write {local_batch} (a GPU's), {batch} (all GPUs') or"
                 " {micro_batch} in place of its number"
             )
-        if "micro_batch" in found and not found & {"accumulate", "accumulate_total"}:
+        if "micro_batch" in placeholders and not placeholders & {"accumulate", "accumulate_total"}:
             raise ValueError(
                 "command has {micro_batch} but neither {accumulate} nor {accumulate_total}: with several micro-batches a step"
                 " it would train on too few samples; write {local_batch}, or tell it how many there are"

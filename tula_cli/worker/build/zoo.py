@@ -268,28 +268,30 @@ def beta2_by_group(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) 
     """
     if beta2_half_life(spec) is None:
         return ()
-    own: list[Any] = [group.get("betas") for group in optimizer.param_groups]
+    betas_by_group: list[Any] = [group.get("betas") for group in optimizer.param_groups]
     kind = type(optimizer).__name__
     # Lion has two betas as well, both of the gradient's average, whose sign it takes.
-    if "lion" in kind.lower() or any(not isinstance(betas, tuple | list) or len(betas) != 2 for betas in own):
+    if "lion" in kind.lower() or any(
+        not isinstance(betas, tuple | list) or len(betas) != 2 for betas in betas_by_group
+    ):
         raise SpecError(
             f"optimizer.beta2_half_life: {kind} has no beta2 of a second moment",
             "leave it out, or set optimizer.name: AdamW (train.method lamb and schedule_free have one too, in its place)",
         )
-    return tuple(beta2_at(spec, float(second), batch) for _, second in own)
+    return tuple(beta2_at(spec, float(second), batch) for _, second in betas_by_group)
 
 
 def describe_beta2(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
     """Describe beta2 at the batches that may be searched; empty if no half-life is set."""
-    train, asked = spec.train, beta2_half_life(spec)
-    if asked is None:
+    train, steps = spec.train, beta2_half_life(spec)
+    if steps is None:
         return ""
     at = {batch: beta2_by_group(optimizer, spec, batch)[0] for batch in _batches_of_interest(spec)}
     values = ", ".join(f"{value:.6g} at batch {batch}" for batch, value in at.items())
     reference = beta2_by_group(optimizer, spec, train.reference_batch)[0]
-    if asked == "auto" and not 0 < reference < 1:
+    if steps == "auto" and not 0 < reference < 1:
         return f"second moment: beta2 is {reference:g} at any batch (optimizer.beta2_half_life)"
-    half_life = train.reference_batch * math.log(0.5) / math.log(reference) if asked == "auto" else asked
+    half_life = train.reference_batch * math.log(0.5) / math.log(reference) if steps == "auto" else steps
     return f"second moment: half of it is forgotten in {half_life:.0f} samples: beta2 is {values} (optimizer.beta2_half_life)"
 
 

@@ -81,10 +81,10 @@ def load_first_samples(spec: JobSpec, datasets: Datasets) -> FirstSamples:
                 "let it be a tensor, a tuple, a list or a dictionary, or register it with torch's pytree",
             )
     slice_batch(batch, samples=len(items), stop=1, own=datasets.collate is not None)
-    found = longest_sample(datasets)
-    if found is None:
+    longest = longest_sample(datasets)
+    if longest is None:
         return FirstSamples(items[0], batch, len(items))
-    item, looked_at = found
+    item, looked_at = longest
     warning = (
         f"samples differ in shape: memory is estimated for the largest of {looked_at} that were looked at,"
         f" {describe_tree(item)}, and each probe takes one step of such samples alone; a larger one may still come"

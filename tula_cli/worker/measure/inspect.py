@@ -282,17 +282,17 @@ def _check_names(spec: JobSpec) -> None:
         "schedule": lambda: check_user_schedule(spec),
         "optimizer": lambda: _check_optimizer(spec),
     }
-    found: dict[str, SpecError] = {}
+    errors: dict[str, SpecError] = {}
     for path, resolve in resolvers.items():
         try:
             resolve()
         except SpecError as error:
-            found[path] = error
-    if len(found) == 1:
-        raise next(iter(found.values()))
-    if found:
-        problems = tuple(Problem(path, error.message, error.hint) for path, error in found.items())
-        raise SpecError(f"{len(found)} parts of the job cannot be built", problems=problems)
+            errors[path] = error
+    if len(errors) == 1:
+        raise next(iter(errors.values()))
+    if errors:
+        problems = tuple(Problem(path, error.message, error.hint) for path, error in errors.items())
+        raise SpecError(f"{len(errors)} parts of the job cannot be built", problems=problems)
 
 
 def _check_optimizer(spec: JobSpec) -> None:

@@ -148,8 +148,8 @@ class GpuStateRecorder:
         )
 
 
-def _join_states(told: Iterable[dict[str, Any]]) -> GpuState:
-    states = [GpuState.model_validate(state) for state in told]
+def _join_states(rank_states: Iterable[dict[str, Any]]) -> GpuState:
+    states = [GpuState.model_validate(state) for state in rank_states]
     return GpuState(
         sm_mhz=min(state.sm_mhz for state in states),
         watts=max(state.watts for state in states),
@@ -399,12 +399,12 @@ def _local_step_time(
         independent = trainer.parallel.without_communication()
     with independent:
         steps = _run_steps(trainer, stream, count, None)  # last: the replicas drift apart
-    own = RankPace(
+    own_pace = RankPace(
         host=platform.node(),
         compute=statistics.median(step_seconds(trainer, steps)),
         wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in steps),
     )
-    paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(own.model_dump_json())))
+    paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(own_pace.model_dump_json())))
     return max(pace.compute for pace in paces), paces if len(paces) > 1 else ()
 
 
@@ -479,11 +479,11 @@ def _measure_job_overheads(
     trainer.clock.seconds(first_step.start, first_step.end)
     startup = time.time() - started_at
     next(stream)
-    found = longest_sample(datasets)
+    longest = longest_sample(datasets)
     return JobOverheads(
         startup=ranks.max(startup),
         save=ranks.max(_measure_save_time(trainer, run)),
-        longest=None if found is None else found[0],
+        longest=None if longest is None else longest[0],
     )
 
 

@@ -130,11 +130,11 @@ def load_choice(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
 
     A choice made at a larger batch (before an out-of-memory) stays, with no more than linear scaling.
     """
-    found = run.training(task.signature).tuning() if ranks.is_first else None
-    is_chosen = found is not None and found.chosen is not None
+    stored = run.training(task.signature).tuning() if ranks.is_first else None
+    is_chosen = stored is not None and stored.chosen is not None
     if not ranks.broadcast(int(is_chosen)):
         return None
-    tuning = Tuning.model_validate_json(ranks.gather(found.model_dump_json() if found is not None else "")[0])
+    tuning = Tuning.model_validate_json(ranks.gather(stored.model_dump_json() if stored is not None else "")[0])
     assert tuning.chosen is not None
     arm = tuning.chosen
     if task.batch != tuning.batch:
@@ -430,10 +430,10 @@ class ArmTraining(Training):
             broken_arms, arm = ", ".join(self.choice.broken), self.choice.arm.name
             self.log.warn(f"broke down after the choice: {broken_arms}; goes on as {arm}")
 
-    def _divergence_error(self, found: str) -> Exception:
+    def _divergence_error(self, description: str) -> Exception:
         """Return BrokenDown, or Diverged where there is no arm left."""
         if self._is_control:
-            return super()._divergence_error(found)
+            return super()._divergence_error(description)
         return BrokenDown(self.trainer.position.samples)
 
     def _after_evaluation(self, loss: float) -> None:

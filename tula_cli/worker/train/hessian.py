@@ -308,8 +308,8 @@ def _batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     counts = (min(batch, len(keys) - start) for start in range(0, len(keys), batch))
     # All of them stay: none is let go for the next, as a training's are.
     return [
-        (count, tree_map_only(Tensor, lambda tensor: tensor.to(ranks.device), found))
-        for count, found in zip(counts, loader, strict=True)
+        (count, tree_map_only(Tensor, lambda tensor: tensor.to(ranks.device), loaded))
+        for count, loaded in zip(counts, loader, strict=True)
     ]
 
 

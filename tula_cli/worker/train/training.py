@@ -240,14 +240,14 @@ class Training:
             self.log.write_steps(overhead=self._overhead)  # the last row shows it
         raise self._divergence_error(problem)
 
-    def _divergence_error(self, found: str) -> Exception:
+    def _divergence_error(self, description: str) -> Exception:
         """Return what is raised where `found` is not finite, on every rank; a ramp's checkpoints since the loss rose are dropped."""
         if self.divergence.judges_finite_losses:
             losses, factor = self.trainer.losses, lr_scale(self.task.spec, self.trainer.batch)
-            self.log.add("diverged", message=found, sound=losses.sound, lr_factor=losses.lr_factor or factor)
+            self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
             checkpoint.discard_after(self.run, self.task.signature, losses.sound)
         self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
-        return Diverged(found, failures.advice("diverged"))
+        return Diverged(description, failures.advice("diverged"))
 
     def _after_evaluation(self, loss: float) -> None:
         """Called when an epoch is evaluated, on every rank, with the mean loss of its last step; may raise."""

@@ -25,7 +25,7 @@ from tula_cli.errors import TulaError
 from tula_cli.host.failures import FAILURE_KINDS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.json_schema import descriptions, inner_sections, sections
+from tula_cli.spec.json_schema import describe_keys, inner_sections, walk_sections
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.old_keys import REMOVED, RENAMED
@@ -61,7 +61,7 @@ def job_spec() -> str:
     """Return the page of every key of a job file."""
     parts = [NOTE, "# The job file", SPEC_HEAD, *_section(JobSpec)]
     seen: set[type[Section]] = {JobSpec}
-    for path, section in sections(JobSpec):
+    for path, section in walk_sections(JobSpec):
         if section not in seen:
             seen.add(section)
             parts += [f"## {path}", *_section(section)]
@@ -98,7 +98,7 @@ def _placeholders() -> str:
 
 
 def _section(section: type[Section]) -> list[str]:
-    told = descriptions(section)
+    told = describe_keys(section)
     rows = [
         f"| `{name}` | {_cell(_type(hint))} | {_default(section.model_fields[name])} | {_cell(told[name])} |"
         for name, hint in get_type_hints(section, include_extras=True).items()
@@ -128,7 +128,7 @@ def _type(hint: Any) -> str:
 
 
 def _anchor(section: type[Section]) -> str:
-    path = next(path for path, found in sections(JobSpec) if found is section)
+    path = next(path for path, found in walk_sections(JobSpec) if found is section)
     return path.replace(".", "").lower()
 
 

@@ -70,7 +70,7 @@ def test_what_happens_when_tells_of_every_kind_of_fault_by_marks_of_tests(tmp_pa
 
 def test_the_job_file_s_page_has_every_key() -> None:
     page = text("docs/job-spec.md")
-    for section in {JobSpec, *(section for _, section in reference.sections(JobSpec))}:
+    for section in {JobSpec, *(section for _, section in reference.walk_sections(JobSpec))}:
         assert all(f"| `{key}` |" in page for key in section.model_fields), section
     assert not re.findall(r"^\| `.*\|  \|$", page, re.MULTILINE), "say in a comment beside the key what it is"
 

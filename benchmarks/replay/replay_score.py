@@ -42,7 +42,7 @@ def planned(name: str) -> Strategy:
 
 def in_rounds(offer: Offer, measure: Measure) -> None:
     """Probe where it is expected to improve the decisions most, until nothing is."""
-    start = adaptive.first(offer.by_size.items(), whole_steps=offer.whole_steps)
+    start = adaptive.first_probes(offer.by_size.items(), whole_steps=offer.whole_steps)
     seen = measure(offer.at(size, batch) for size, batch in start)
     while True:
         fit = steptime.fit_step_time(seen, collective=offer.collective)

@@ -21,7 +21,7 @@ from tula_cli.services import profile
 from tula_cli.services.search import feasible_candidates
 from tula_cli.services.status import error_of_training
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import OWN_LOOP, TRAIN
 
 CLUSTERS: dict[str, dict[str, Any]] = {
@@ -141,7 +141,7 @@ def test_each_key_that_a_hint_names_can_stand_in_the_jobs_file(who: str, where: 
 def test_placeholders_that_a_hint_names_are_known_and_of_scripts_alone(who: str, where: str, tmp_path: Path) -> None:
     for about, hint in hints(spec_of(who, where), tmp_path):
         assert "{{" not in hint and "\n" not in hint, about
-        assert who == "script" or not names(hint), about
+        assert who == "script" or not find_placeholders(hint), about
 
 
 def test_all_faults_of_devices_are_tried() -> None:

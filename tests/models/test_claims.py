@@ -11,10 +11,10 @@ from tula_cli.models.claims import (
     changed_batch,
     clean_steps,
     dataset_size,
-    differences,
+    find_differences,
     joint_steps,
+    lr_exponent_of_script,
     mismatches,
-    own_exponent,
     scales_itself,
 )
 from tula_cli.run.records.scripts import Expected, LearningRates, LoaderSeen, RankResult, ScriptStep
@@ -136,8 +136,8 @@ def test_no_clean_step_is_an_error() -> None:
 
 
 def test_probes_of_two_trainings_are_told_apart() -> None:
-    assert differences([result(), result(), result()]) == []
-    found = differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
+    assert find_differences([result(), result(), result()]) == []
+    found = find_differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
     assert figures(found) == [
         ("parameters", "10", "12"),
         ("optimizer", "torch.optim.sgd.SGD", "torch.optim.adamw.AdamW"),
@@ -159,7 +159,7 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
     given: tuple[float | None, ...], seen: tuple[float, ...], exponent: float
 ) -> None:
     rates = [RateSeen(batch, *rate) for batch, rate in zip((64, 128, 256), zip(given, seen, strict=True), strict=True)]
-    assert own_exponent(rates) == pytest.approx(exponent, abs=1e-9)
+    assert lr_exponent_of_script(rates) == pytest.approx(exponent, abs=1e-9)
     told = scales_itself(rates)
     assert (told is not None) is (exponent != 0)
     if told is not None:
@@ -170,7 +170,7 @@ def test_the_power_of_the_batch_by_which_a_script_scales(
     "rates", [[], [RateSeen(64, None, 0.1)] * 2, [RateSeen(64, None, 0.1), RateSeen(128, None, 0.0)]]
 )
 def test_too_little_tells_no_power(rates: list[RateSeen]) -> None:
-    assert own_exponent(rates) is None and scales_itself(rates) is None
+    assert lr_exponent_of_script(rates) is None and scales_itself(rates) is None
 
 
 def test_the_base_of_a_schedule_is_what_counts() -> None:

@@ -13,7 +13,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX
 from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning
-from tula_cli.spec.signature import cluster_signature, rehearsal_signature, signature, train_signature
+from tula_cli.spec.signature import cluster_signature, measurement_signature, rehearsal_signature, train_signature
 
 OLD = json.loads((Path(__file__).parents[1] / "fixtures" / "old_specs.json").read_text())
 """Jobs as runs of an older version hold them, whole, with the names of their runs, trainings, nodes and resume tests there."""
@@ -40,7 +40,7 @@ def test_jobs_of_older_runs_are_read_without_a_word_and_keep_the_names_of_runs_a
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         spec = validate(old["spec"], source=name)
-    assert signature(spec) == old["signature"]
+    assert measurement_signature(spec) == old["signature"]
     assert train_signature(spec, nodes=2, batch=1024) == old["training"]
     assert cluster_signature(spec.cluster) == old["cluster"]
     if "rehearsal" in old:

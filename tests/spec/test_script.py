@@ -7,11 +7,11 @@ from pydantic import ValidationError
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec, describe_training_method
 from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, program, render
-from tula_cli.spec.scripts.recognition import recognise
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, find_placeholders, program_name, render
+from tula_cli.spec.scripts.recognition import recognise_line
 from tula_cli.spec.scripts.script import Script, describe_length, script_samples
 from tula_cli.spec.scripts.script import script_steps as steps_of
-from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.signature import measurement_signature, train_signature
 
 COMMAND = "train.py -b {local_batch} --lr {lr}"
 SECTION = {"command": COMMAND, "length": {"epochs": 3}, "reference": {"batch": 256, "lr": 0.1}}
@@ -52,13 +52,13 @@ def test_numbers_are_written_as_people_do(value: float, written: str) -> None:
 )
 def test_what_is_no_placeholder_is_told(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=r"placeholder|single") as told:
-        names(text)
+        find_placeholders(text)
     assert words in str(told.value)
 
 
 def test_each_placeholder_can_be_filled() -> None:
     text = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-    assert names(text) == tuple(PLACEHOLDERS)
+    assert find_placeholders(text) == tuple(PLACEHOLDERS)
     assert fill(text, dict.fromkeys(PLACEHOLDERS, 1)) == " ".join("1" * len(PLACEHOLDERS))
 
 
@@ -73,7 +73,7 @@ def test_each_placeholder_can_be_filled() -> None:
     ],
 )
 def test_a_command_is_called_by_its_script(command: str, name: str) -> None:
-    assert program(command) == name
+    assert program_name(command) == name
 
 
 # --- the section
@@ -146,11 +146,13 @@ def test_a_metric_is_a_pattern_or_a_key_of_rows() -> None:
 
 def complete(line: str) -> Script:
     """The section that is recognised, which has to be sound."""
-    return Script.model_validate({"length": {"epochs": 1}, **recognise(line).script})
+    return Script.model_validate({"length": {"epochs": 1}, **recognise_line(line).script})
 
 
 def test_torchruns_part_is_tulas_and_the_numbers_give_way() -> None:
-    found = recognise("torchrun --standalone --nproc-per-node=4 train.py -b 64 --lr 0.1 --epochs 90 --name 'a b' -j 8")
+    found = recognise_line(
+        "torchrun --standalone --nproc-per-node=4 train.py -b 64 --lr 0.1 --epochs 90 --name 'a b' -j 8"
+    )
     assert found.script == {
         "command": "python train.py -b {local_batch} --lr {lr} --epochs {epochs} --name 'a b' -j {workers}",
         "launch": "rank",
@@ -190,7 +192,7 @@ def test_forms_of_options(line: str, command: str, batch: int) -> None:
 
 
 def test_accelerate_stays_and_is_told_of_the_nodes() -> None:
-    found = recognise("accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 run.py -b 4")
+    found = recognise_line("accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 run.py -b 4")
     assert found.gpus_per_node == 4
     assert found.script["launch"] == "node"
     assert found.script["command"] == (
@@ -208,7 +210,7 @@ def test_accelerate_stays_and_is_told_of_the_nodes() -> None:
     ],
 )
 def test_a_launchers_options_are_found_wherever_they_stand(options: str, kept: str) -> None:
-    found = recognise(f"accelerate launch {options} run.py -b 4")
+    found = recognise_line(f"accelerate launch {options} run.py -b 4")
     assert found.gpus_per_node == 4
     assert found.script["command"].endswith(f"--main_process_port {{master_port}} {kept}run.py -b {{local_batch}}")
 
@@ -239,23 +241,23 @@ def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
 )
 def test_what_is_not_recognised_is_told(line: str, words: str) -> None:
     with pytest.raises(SpecError) as told:
-        recognise(line)
+        recognise_line(line)
     assert words in str(told.value)
 
 
 def test_the_hint_shows_a_placeholder_at_an_option_that_nothing_is_known_of() -> None:
     with pytest.raises(SpecError) as told:
-        recognise("python train.py --lr 0.1 --bz 64")
+        recognise_line("python train.py --lr 0.1 --bz 64")
     assert "'--bz {local_batch}'" in told.value.hint
-    found = recognise("python train.py --lr 0.1 --bz {local_batch} --fmt {x}")
+    found = recognise_line("python train.py --lr 0.1 --bz {local_batch} --fmt {x}")
     assert found.script["command"] == "python train.py --lr {lr} --bz {local_batch} --fmt {{x}}"
     assert found.script["reference"] == {"lr": 0.1}
 
 
 def test_all_machines_of_the_launcher_make_the_batch_of_today() -> None:
-    found = recognise("torchrun --nnodes 3 --nproc-per-node 4 t.py -b 8")
+    found = recognise_line("torchrun --nnodes 3 --nproc-per-node 4 t.py -b 8")
     assert (found.gpus_per_node, found.ranks, found.script["reference"]) == (4, 12, {"batch": 96})
-    found = recognise("accelerate launch --num_processes 8 --num_machines 2 t.py -b 8")
+    found = recognise_line("accelerate launch --num_processes 8 --num_machines 2 t.py -b 8")
     assert (found.gpus_per_node, found.ranks, found.script["reference"]) == (4, 8, {"batch": 64})
 
 
@@ -263,7 +265,7 @@ def test_variables_before_the_command_are_set_by_a_program_as_there_is_no_shell(
     found = complete("OMP_NUM_THREADS=2 BATCH_SIZE=8 torchrun --nproc-per-node 2 t.py")
     assert found.command == "env OMP_NUM_THREADS=2 BATCH_SIZE={local_batch} python t.py"
     with pytest.raises(SpecError, match=r"\$DATA"):
-        recognise("bash -c 'python t.py $DATA -b 4'")
+        recognise_line("bash -c 'python t.py $DATA -b 4'")
 
 
 @pytest.mark.parametrize("option", ["--max_steps -1", "--epochs 0.5", "--lr 0"])
@@ -379,7 +381,7 @@ def test_signatures_tell_what_a_measurement_and_a_training_depend_on(
     changes: dict[str, object], probes: bool, training: bool
 ) -> None:
     one, other = job(), job(**changes)
-    assert (signature(one) == signature(other)) is probes
+    assert (measurement_signature(one) == measurement_signature(other)) is probes
     assert (train_signature(one, nodes=1, batch=64) == train_signature(other, nodes=1, batch=64)) is training
 
 

@@ -13,10 +13,10 @@ from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, default_beta1, describe_training_method, lr_scale
 from tula_cli.spec.kinds import parse_size
 from tula_cli.spec.load import dump_yaml, load_spec, validate
-from tula_cli.spec.merge import ENV_PREFIX, leaves, merge_sources, override
+from tula_cli.spec.merge import ENV_PREFIX, flatten, merge_sources, override
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.resources import UNPRICED
-from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.signature import measurement_signature, train_signature
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_a_number_at_a_key_of_text_arrives_as_it_was_typed(write, tmp_path, sour
         found = load_spec(job, overrides=overrides, site_files=[site], environ={})
         again = load_spec(write(dump_yaml(found)), site_files=[], environ={})
         assert again == found
-        values = dict(leaves(again.model_dump(mode="json")))
+        values = dict(flatten(again.model_dump(mode="json")))
         assert {key: values[key] for key in KEYS_OF_TEXT} == dict.fromkeys(KEYS_OF_TEXT, typed)
         assert values["cluster.slurm.setup"] == ["x" if source == "--set" else typed]
 
@@ -692,7 +692,7 @@ def test_the_template_names_every_setting_of_ags():
     ],
 )
 def test_what_no_measurement_depends_on_keeps_the_probes(change):
-    assert signature(spec(**change)) == signature(spec())
+    assert measurement_signature(spec(**change)) == measurement_signature(spec())
 
 
 @pytest.mark.parametrize(
@@ -724,7 +724,7 @@ def test_what_no_measurement_depends_on_keeps_the_probes(change):
     ],
 )
 def test_what_a_measurement_depends_on_changes_the_signature(change):
-    assert signature(spec(**change)) != signature(spec())
+    assert measurement_signature(spec(**change)) != measurement_signature(spec())
 
 
 @pytest.mark.parametrize(
@@ -823,7 +823,7 @@ def test_a_limit_names_another_training_only_where_it_acts():
 
 
 def test_a_batch_that_grows_is_measured_as_one_that_stays():
-    assert signature(spec(train__ramp="auto", train__max_lr_factor=8)) == signature(spec())
+    assert measurement_signature(spec(train__ramp="auto", train__max_lr_factor=8)) == measurement_signature(spec())
 
 
 def test_every_method_and_a_warm_up_of_zero_have_a_training_signature_of_their_own():
@@ -847,21 +847,21 @@ def test_training_signature_knows_nodes_and_batch():
 def test_signatures_stay_what_they_were():
     # Others would lose their measurements and checkpoints.
     job = load(ROOT / "configs" / "quickstart.yaml")
-    assert signature(job) == "57a43751"
+    assert measurement_signature(job) == "57a43751"
     assert train_signature(job, nodes=2, batch=256) == "bfc4a545"
 
 
 def test_the_users_code_is_part_of_both_signatures_where_there_is_some():
     codes = ("", "1111", "2222")
-    assert len({signature(spec(), code) for code in codes}) == 3
+    assert len({measurement_signature(spec(), code) for code in codes}) == 3
     assert len({train_signature(spec(), nodes=2, batch=64, code=code) for code in codes}) == 3
-    assert signature(spec(), "") == signature(spec())
+    assert measurement_signature(spec(), "") == measurement_signature(spec())
     assert train_signature(spec(), nodes=2, batch=64, code="") == train_signature(spec(), nodes=2, batch=64)
 
 
 def test_signatures_are_eight_hex_digits():
-    assert len(signature(spec())) == 8
-    assert int(signature(spec()), 16) >= 0
+    assert len(measurement_signature(spec())) == 8
+    assert int(measurement_signature(spec()), 16) >= 0
 
 
 # --- round trip
@@ -872,7 +872,7 @@ def test_shipped_files_load_and_survive_a_round_trip(path, write):
     found = load(path)
     again = load(write(dump_yaml(found)))
     assert again == found
-    assert signature(again) == signature(found)
+    assert measurement_signature(again) == measurement_signature(found)
     assert found.search.max_node_hours is not None
 
 
@@ -1153,13 +1153,15 @@ def test_problems_of_all_types_are_told_at_once():
 def test_another_type_or_price_keeps_the_run_and_another_cluster_is_measured_anew():
     one = typed(a={"cluster": {"gpus_per_node": 4}})
     two = typed(a={"cluster": {"gpus_per_node": 4}}, b={})
-    assert signature(one) == signature(two) != signature(spec())
+    assert measurement_signature(one) == measurement_signature(two) != measurement_signature(spec())
     other = typed(a={"cluster": {"gpus_per_node": 8}}, b={})
-    assert signature(other.by_type()["a"]) != signature(two.by_type()["a"])
-    assert signature(other.by_type()["b"]) == signature(two.by_type()["b"])
+    assert measurement_signature(other.by_type()["a"]) != measurement_signature(two.by_type()["a"])
+    assert measurement_signature(other.by_type()["b"]) == measurement_signature(two.by_type()["b"])
     base = validate({**two.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 6}}, source="test")
-    assert signature(base) == signature(two), "a type that has its own GPUs keeps what was measured"
-    assert signature(base.by_type()["a"]) == signature(two.by_type()["a"])
+    assert measurement_signature(base) == measurement_signature(two), (
+        "a type that has its own GPUs keeps what was measured"
+    )
+    assert measurement_signature(base.by_type()["a"]) == measurement_signature(two.by_type()["a"])
 
 
 def test_an_unknown_type_is_refused_with_those_there_are():
@@ -1205,7 +1207,9 @@ def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_
 
     plain, empty, norms, whole = job(), job(exclude=[]), job(exclude=["norms"]), job(parameters="all")
     names = [train_signature(spec, nodes=1, batch=64) for spec in (plain, empty, norms, whole)]
-    assert names[0] == names[1] and len(set(names)) == 3 and signature(plain) == signature(norms)
+    assert (
+        names[0] == names[1] and len(set(names)) == 3 and measurement_signature(plain) == measurement_signature(norms)
+    )
     script = {
         "script": {"command": "python t.py --batch {batch}", "length": {"epochs": 1}, "reference": {"batch": 256}},
         "train": {"method": "ags"},

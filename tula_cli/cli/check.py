@@ -320,10 +320,10 @@ def _rehearse(
 
 def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
     """Return each value of the spec and where it comes from."""
-    from tula_cli.spec.merge import leaves, merge_sources
+    from tula_cli.spec.merge import flatten, merge_sources
 
     sources = merge_sources(job, overrides=overrides or ())[1]
-    values = leaves(spec.model_dump(mode="json"))
+    values = flatten(spec.model_dump(mode="json"))
     return {key: show_screen.Origin(value, _source(key, sources)) for key, value in values}
 
 

@@ -51,7 +51,7 @@ def export(
     from tula_cli.services.exporting.export import report_files
 
     run = find_run(screen, target or named, root)
-    trackers = service.asked(run.spec(), to or [], uri=uri, project=project)
+    trackers = service.requested_trackers(run.spec(), to or [], uri=uri, project=project)
     reports = partial(report_files, page=_page())
     results = done(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
     screen.answer(results, show_export.describe_exports(results))

@@ -32,7 +32,7 @@ from tula_cli.run.imports import installed_packages
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec, beta2_half_life
 from tula_cli.spec.scripts.script import Script
-from tula_cli.spec.signature import signature
+from tula_cli.spec.signature import measurement_signature
 
 # --- A script's job before anything is measured
 
@@ -404,7 +404,7 @@ def inspection_dependencies(spec: JobSpec) -> Facts:
         SpecError: a file of the user's code cannot be read.
     """
     return {
-        "signature": signature(spec),
+        "signature": measurement_signature(spec),
         "others": unmeasured_settings(spec),
         "code": code_digest(spec, Path.cwd()),
         "hardware": _describe_hardware(),

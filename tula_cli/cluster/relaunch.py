@@ -9,7 +9,7 @@ from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import runs_script
 from tula_cli.cluster.scripts.training import possible_micro_batches as script_micro_batches
 from tula_cli.host.failures import FAILURE_KINDS, advice, is_missing_gpu
-from tula_cli.models.choice.early_stopping import shortened
+from tula_cli.models.choice.early_stopping import shorten_prediction
 from tula_cli.models.cost import cost
 from tula_cli.models.out_of_memory import Fallback, cannot_accumulate, next_fallback
 from tula_cli.run.directory import RunDir
@@ -390,7 +390,7 @@ def _prediction_of_epochs(first_task: TrainTask, result: TrainResult) -> Predict
     prediction = first_task.ladder[0].prediction
     if prediction is None or not result.ended:
         return prediction
-    return shortened(prediction, epochs=result.epochs, of=first_task.spec.train.epochs_at_most)
+    return shorten_prediction(prediction, epochs=result.epochs, of=first_task.spec.train.epochs_at_most)
 
 
 def _time_parts(training: TrainingRun, seconds: float) -> TimeParts:

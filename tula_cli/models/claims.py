@@ -45,7 +45,7 @@ def joint_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     A step is disturbed where any rank evaluated, saved or began an epoch in it: the others waited. A cause that is there in
     most steps (a frozen part that is set to evaluate each time) disturbs none.
     """
-    rows = [_joint(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
+    rows = [_join_step(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
     often = Counter(cause for row in rows for cause in row.causes)
     usual = {cause for cause, count in often.items() if count > _USUAL * len(rows)}
     return tuple(
@@ -54,16 +54,16 @@ def joint_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     )
 
 
-def _joint(row: Sequence[ScriptStep]) -> JointStep:
+def _join_step(row: Sequence[ScriptStep]) -> JointStep:
     return JointStep(
         seconds=max(step.seconds for step in row),
-        wait=max(waits) if (waits := _known(step.wait for step in row)) else None,
-        samples=sum(samples) if (samples := _known(step.samples for step in row)) else None,
+        wait=max(waits) if (waits := _known_values(step.wait for step in row)) else None,
+        samples=sum(samples) if (samples := _known_values(step.samples for step in row)) else None,
         causes=tuple(dict.fromkeys(cause for step in row for cause in step.gap)),
     )
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def _known_values(values: Iterable[float | None]) -> list[float]:
     """Return the values; none where one is missing."""
     known_values = list(values)
     return [] if None in known_values else [value for value in known_values if value is not None]
@@ -90,7 +90,7 @@ def mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
     Args:
         ranks: the results of its ranks, one at least.
     """
-    if (world := _world(ranks)) is not None:
+    if (world := _check_world(ranks)) is not None:
         return [world]  # what a step of all ranks does is not known then
     candidates = [_batch(ranks), _accumulate(ranks), _epoch(ranks)]
     return [mismatch for mismatch in candidates if mismatch is not None]
@@ -111,7 +111,7 @@ def broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
     return "; ".join(mismatch.words for mismatch in mismatched if not (resumed and mismatch.what == "epoch"))
 
 
-def _world(ranks: Sequence[RankResult]) -> Mismatch | None:
+def _check_world(ranks: Sequence[RankResult]) -> Mismatch | None:
     expected, seen = ranks[0].expected.world, ranks[0].world
     if expected is None or expected == seen:
         return None
@@ -204,7 +204,7 @@ def changed_batch(seen: float | None, *, before: float) -> float | None:
     return None if seen is None or seen <= 0 or abs(seen / before - 1) <= _SAME_BATCH else seen
 
 
-def differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:
+def find_differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:
     """Return what is not the same in all probes of a script though it has to be; `probes` holds rank 0 of each."""
     sentences = []
     for what, values in (
@@ -239,7 +239,7 @@ class RateSeen:
         return cls(batch, given, rates.first if rates.base is None else rates.base)
 
 
-def own_exponent(rates: Iterable[RateSeen]) -> float | None:
+def lr_exponent_of_script(rates: Iterable[RateSeen]) -> float | None:
     """Return the power of the batch by which a script scales its learning rate itself, beyond what it was given.
 
     The least-squares slope of log(seen / given) over log(batch); None with fewer than two batches, or where a rate is 0.
@@ -257,7 +257,7 @@ def own_exponent(rates: Iterable[RateSeen]) -> float | None:
 
 def scales_itself(rates: Sequence[RateSeen]) -> Mismatch | None:
     """Return what to say of a script that scales its learning rate by itself; None where it does not, or nothing tells."""
-    exponent = own_exponent(rates)
+    exponent = lr_exponent_of_script(rates)
     if exponent is None or abs(exponent) < _SAME_POWER:
         return None
     figures = ", ".join(f"{rate.seen:g} at batch {rate.batch}" for rate in rates)
@@ -266,12 +266,12 @@ def scales_itself(rates: Sequence[RateSeen]) -> Mismatch | None:
     return Mismatch("lr", "batch^0.0", f"batch^{exponent:.1f}", f"{words}: {hint}")
 
 
-def doubts(measured: Iterable[Measured]) -> list[str]:
+def describe_doubts(measured: Iterable[Measured]) -> list[str]:
     """Return what all probes of a script together tell against its measurements, or against what it is to train with."""
     seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
     rates = [rate for batch, script in seen if (rate := RateSeen.of(batch, script.lr, script.lr_given)) is not None]
     has_rates = any(rate.given is not None for rate in rates)  # else it is the script's own matter
     sentences = (
-        [*differences([script for _, script in seen]), scales_itself(rates) if has_rates else None] if seen else []
+        [*find_differences([script for _, script in seen]), scales_itself(rates) if has_rates else None] if seen else []
     )
     return [mismatch.words for mismatch in sentences if mismatch is not None]

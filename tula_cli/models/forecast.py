@@ -10,10 +10,10 @@ import numpy as np
 
 from tula_cli.errors import Infeasible
 from tula_cli.models import interruptions, power
-from tula_cli.models.choice.columns import Flags, Ints, by_value, columns, configs, in_columns
-from tula_cli.models.choice.grid import Config, places
+from tula_cli.models.choice.columns import Flags, Ints, by_value, in_columns, to_columns, to_configs
+from tula_cli.models.choice.grid import Config, list_places
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, found_at
+from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, index_probes
 from tula_cli.models.memory import memory
 from tula_cli.models.observations import (
     NO_OTHER_SIZES,
@@ -139,7 +139,7 @@ class Forecast(Known):
 
     def candidates(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates of the spec (or of other numbers of nodes), whether they fit or not."""
-        return configs(*self._grid(nodes))
+        return to_configs(*self._grid(nodes))
 
     @cached_property
     def count(self) -> int:
@@ -155,7 +155,7 @@ class Forecast(Known):
         if nodes is None:
             return self._candidate_grid
         search = self.spec.search
-        grid = places(
+        grid = list_places(
             nodes,
             gpus_per_node=self.spec.cluster.gpus_per_node,
             min_batch=search.min_batch,
@@ -166,7 +166,7 @@ class Forecast(Known):
 
     def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates that fit."""
-        return configs(*self._feasible(nodes))
+        return to_configs(*self._feasible(nodes))
 
     def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
         """Return nodes and batches of the candidates that fit, as `why_not_a_row` has it."""
@@ -253,7 +253,7 @@ class Forecast(Known):
             raise Infeasible(f"batch {config.batch} on {plural(config.nodes)}: {why}", "tula recommend shows what fits")
         if why := self.why_unknown(config):
             raise steptime.prediction_error(f"batch {config.batch} on {plural(config.nodes)}", why)
-        return self.table(*columns([config])).record(0)
+        return self.table(*to_columns([config])).record(0)
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
         """Forecast every feasible candidate whose step time the probes tell, fastest first."""
@@ -318,9 +318,9 @@ class Forecast(Known):
         gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // split)
         if config.batch % (config.nodes * gpus * self.spec.train.accumulate * split) or self.why_unknown(smaller):
             return None
-        nodes, batch, size = columns([smaller])[0], columns([config])[1], smaller.local_batch(gpus)
+        nodes, batch, size = to_columns([smaller])[0], to_columns([config])[1], smaller.local_batch(gpus)
         probes = self.trainings.probes_at(nodes, np.array([size]))
-        step = self._steps(*columns([smaller]))
+        step = self._steps(*to_columns([smaller]))
         alone = (probes and probes[0].compute_time) or self.steps.compute(config.nodes, gpus, size)
         longer = step.times(1 + (split - 1) * alone / float(step.seconds[0]))
         return self.trainings.on_demand(nodes, batch, longer, {}, memory_batches=np.array([size])).record(0)
@@ -334,7 +334,7 @@ class Forecast(Known):
         gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
         seconds, low, high = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
         fitted = np.full(len(nodes), np.nan)
-        configurations = found_at([*self.probes, *self.trained], nodes, local_batch)
+        configurations = index_probes([*self.probes, *self.trained], nodes, local_batch)
         at = list(configurations)
         repeats = self.steps.repeat_deviation(nodes[at], np.full(len(at), gpus), local_batch[at])
         for (index, configuration), spread in zip(configurations.items(), repeats, strict=True):
@@ -357,7 +357,7 @@ class Forecast(Known):
         stages = StageTimes(
             self.spec,
             self.dataset_size,
-            lambda those: self._steps(*columns(those)).estimates(),
+            lambda those: self._steps(*to_columns(those)).estimates(),
             self.why_unknown,
             noise=self.noise,
             too_large=self.too_large,

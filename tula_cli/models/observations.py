@@ -58,7 +58,7 @@ def warn_limits(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | 
     return [
         *warn_upper_bounds(spec, measured),
         *warn_other_algorithm(spec, measured),
-        *claims.doubts(measured),
+        *claims.describe_doubts(measured),
         *warn_not_measured(spec, measured),
         *warn_missing_noise(spec, noise),
     ]

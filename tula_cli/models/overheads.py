@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.choice.columns import Floats, Ints, apart, nearest
+from tula_cli.models.choice.columns import Floats, Ints, compute_ratios, find_nearest
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Measured
@@ -43,8 +43,9 @@ class OverheadModel:
         """
         probes = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
         near = probes or self.probes
-        nearest_probe = nearest(
-            apart([probe.local_batch for probe in near], local_batch), apart([probe.nodes for probe in near], nodes)
+        nearest_probe = find_nearest(
+            compute_ratios([probe.local_batch for probe in near], local_batch),
+            compute_ratios([probe.nodes for probe in near], nodes),
         )
         startup = self._medians_by_nodes([(probe.nodes, probe.overheads.startup) for probe in self.probes], nodes)
         saves = [(probe.nodes, save) for probe in self.probes if (save := probe.overheads.checkpoint) is not None]
@@ -73,7 +74,7 @@ class OverheadModel:
         counts = list(dict.fromkeys(count for count, _ in values))
         medians = [statistics.median(seconds for count_, seconds in values if count_ == count) for count in counts]
         distinct, where = np.unique(nodes, return_inverse=True)
-        medians_: Floats = np.array(medians)[nearest(apart(counts, distinct))][where]
+        medians_: Floats = np.array(medians)[find_nearest(compute_ratios(counts, distinct))][where]
         return medians_
 
 

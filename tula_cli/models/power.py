@@ -45,7 +45,7 @@ class PowerModel:
 
     def measured(self, probe: Measured) -> Power:
         """Return the power that a probe tells, which has to."""
-        return Power(_watts(probe), self.error)
+        return Power(_mean_watts(probe), self.error)
 
     def predict(self, seconds: Number, local_batch: Number) -> Power:
         """Return the power at a configuration that no probe tells, or at each of many.
@@ -67,8 +67,8 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
     probes_with_energy = [probe for probe in probes_ if probe.energy is not None]
     if not probes_with_energy:
         return None
-    rows = np.array([[_seconds(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
-    rows /= np.array([[_watts(probe) * _seconds(probe)] for probe in probes_with_energy])
+    rows = np.array([[_energy_step_time(probe), probe.local_batch] for probe in probes_with_energy], dtype=float)
+    rows /= np.array([[_mean_watts(probe) * _energy_step_time(probe)] for probe in probes_with_energy])
     fitted = _two_coefficients(rows) if len(probes_with_energy) >= _MIN_PROBES else None
     columns = rows[:, :1] if fitted is None else rows
     coefficients = _solve(columns) if fitted is None else fitted
@@ -83,14 +83,14 @@ def fit_power_model(probes: Iterable[Measured]) -> PowerModel | None:
     )
 
 
-def _seconds(probe: Measured) -> float:
+def _energy_step_time(probe: Measured) -> float:
     """Return the step time over which the energy was counted: every timed step's, none left out."""
     return float(np.mean(probe.step_times))
 
 
-def _watts(probe: Measured) -> float:
+def _mean_watts(probe: Measured) -> float:
     assert probe.energy is not None
-    return probe.energy / (probe.nodes * probe.gpus_per_node * _seconds(probe))
+    return probe.energy / (probe.nodes * probe.gpus_per_node * _energy_step_time(probe))
 
 
 def _two_coefficients(rows: Floats) -> Floats | None:

@@ -77,8 +77,8 @@ def refresh_seconds(
     """
     import numpy as np
 
-    from tula_cli.models.choice.columns import apart as doublings
-    from tula_cli.models.choice.columns import by_value, nearest
+    from tula_cli.models.choice.columns import by_value, find_nearest
+    from tula_cli.models.choice.columns import compute_ratios as doublings
 
     refreshed = by_value(lambda size: has_separate_refreshes(spec, size), batch)
     if not refreshed.any():
@@ -97,9 +97,9 @@ def refresh_seconds(
             doublings([probe.nodes for probe in timed], nodes),
             doublings([probe.local_batch for probe in timed], local_batch),
         )
-        took = np.array([probe.overheads.refresh for probe in timed], dtype=float)[nearest(*unlike)]
+        took = np.array([probe.overheads.refresh for probe in timed], dtype=float)[find_nearest(*unlike)]
     elif local:
-        alike = nearest(doublings([probe.local_batch for probe in local], share))
+        alike = find_nearest(doublings([probe.local_batch for probe in local], share))
         took = np.array([_time_without_sync(probe) for probe in local], dtype=float)[alike]
     else:
         took = np.full(len(batch), np.nan)

@@ -67,7 +67,7 @@ def parse_flags(flags: str) -> Count:
     return "max" if "MAX_TRES" in words else "max_gres" if "MAX_TRES_GRES" in words else "sum"
 
 
-def billing(tres: Tres, weights: Tres | None, count: Count) -> float:
+def compute_billing(tres: Tres, weights: Tres | None, count: Count) -> float:
     """Return the billing of an allocation, before SLURM cuts it to whole numbers.
 
     Args:
@@ -85,6 +85,6 @@ def billing(tres: Tres, weights: Tres | None, count: Count) -> float:
     return max(0.0, most) + sum(value for name, value in products.items() if name not in alternatives)
 
 
-def whole(value: float) -> int:
+def truncate_billing(value: float) -> int:
     """Return a billing as SLURM keeps it of a job (AllocTRES): the digits after the point are cut off."""
     return math.floor(value * (1 + NOISE))

@@ -31,7 +31,7 @@ from tula_cli.run.script_files import (
     split_command,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import signature
+from tula_cli.spec.signature import measurement_signature
 
 
 def code_digest(spec: JobSpec, workdir: Path) -> str:
@@ -140,13 +140,15 @@ def runs_with_other_code(run: RunDir, spec: JobSpec) -> list[RunDir]:
     if not import_strings(spec) and (spec.script is None or spec.script.code == "none"):
         return []
     runs_of_name = [run_ for run_ in RunDir.all(run.path.parent) if run_.id.startswith(f"{spec.name}-")]
-    return [run_ for run_ in runs_of_name if run_.path != run.path and _signature_of(run_) == signature(spec)]
+    return [
+        run_ for run_ in runs_of_name if run_.path != run.path and _signature_of(run_) == measurement_signature(spec)
+    ]
 
 
 def _signature_of(run: RunDir) -> str:
     """Return the signature of a run's spec alone; empty where its spec is damaged, which is no matter of this job."""
     try:
-        return signature(run.spec())
+        return measurement_signature(run.spec())
     except SpecError:
         return ""
 

@@ -36,7 +36,7 @@ from tula_cli.run.snapshot import Result, Snapshot, is_of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
-from tula_cli.spec.signature import signature
+from tula_cli.spec.signature import measurement_signature
 from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
 
@@ -135,7 +135,7 @@ class RunDir:
             spec: the job.
             code: digest of the user's own code that the spec names; empty for none.
         """
-        return cls(root / f"{spec.name}-{signature(spec, code)}")
+        return cls(root / f"{spec.name}-{measurement_signature(spec, code)}")
 
     @classmethod
     def create(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
@@ -243,7 +243,7 @@ class RunDir:
         )
 
     def _inner_run(self, folder: str, name: str, spec: JobSpec) -> "RunDir":
-        return RunDir(self.path / folder / f"{spec.name}-{name}-{signature(spec)}")
+        return RunDir(self.path / folder / f"{spec.name}-{name}-{measurement_signature(spec)}")
 
     def read(self, *, skip_damaged: bool = False) -> Snapshot:
         """Return one look at what is there: whoever asks several questions asks it. Args: as of `Snapshot`."""

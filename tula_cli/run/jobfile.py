@@ -10,9 +10,9 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.spec.merge import leaves, override
+from tula_cli.spec.merge import flatten, override
 from tula_cli.spec.old_keys import replace_old_keys
-from tula_cli.spec.signature import signature
+from tula_cli.spec.signature import measurement_signature
 from tula_cli.spec.stored import without_removed_values
 from tula_cli.spec.yaml_text import read_yaml
 
@@ -51,7 +51,7 @@ def load_with_overrides(run: RunDir, overrides: Sequence[str]) -> JobSpec:
         return stored
     changed = _load_with_overrides(run.path / "spec.yaml", stored, overrides)
     parts_before, after = ({part.run.path for part in run.parts(spec)} for spec in (stored, changed))
-    if signature(changed) != signature(stored) or (stored.types and not parts_before <= after):
+    if measurement_signature(changed) != measurement_signature(stored) or (stored.types and not parts_before <= after):
         raise SpecError(
             f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
             "make it a run of its own: tula profile job.yaml with the same --set",
@@ -128,7 +128,7 @@ def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> C
         file,
         job_changes(spec, current),
         trains=_training_settings(current) != _training_settings(spec),
-        elsewhere=(current.name, signature(current)) != (spec.name, signature(spec)),
+        elsewhere=(current.name, measurement_signature(current)) != (spec.name, measurement_signature(spec)),
     )
 
 
@@ -138,6 +138,6 @@ def _training_settings(spec: JobSpec) -> dict[str, Any]:
 
 def job_changes(earlier: JobSpec, current: JobSpec) -> dict[str, tuple[Any, Any]]:
     """Return what two jobs say by the keys in which they differ."""
-    leaves_before, after = (dict(leaves(spec.model_dump(mode="json"))) for spec in (earlier, current))
+    leaves_before, after = (dict(flatten(spec.model_dump(mode="json"))) for spec in (earlier, current))
     keys = [key for key in {**leaves_before, **after} if leaves_before.get(key, {}) != after.get(key, {})]
     return {key: (leaves_before.get(key), after.get(key)) for key in keys}

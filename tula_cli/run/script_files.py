@@ -26,7 +26,7 @@ from tula_cli.run.imports import (
 )
 from tula_cli.run.records.tasks import CodeSnapshot
 from tula_cli.run.secrets import CODE_SUFFIXES, is_key_file
-from tula_cli.spec.scripts.placeholders import fill, names
+from tula_cli.spec.scripts.placeholders import fill, find_placeholders
 from tula_cli.spec.scripts.script import Script
 
 # --- The file that a command names
@@ -61,7 +61,7 @@ class Program:
 
 def split_command(command: str) -> list[str]:
     """Return the words of a command before its placeholders have values; empty ones for those that hold any."""
-    return ["" if names(word) else fill(word, {}) for word in shlex.split(command)]
+    return ["" if find_placeholders(word) else fill(word, {}) for word in shlex.split(command)]
 
 
 def command_label(command: str) -> str:

@@ -868,7 +868,9 @@ def export(
     require_number(every=every)
     require_callable(on_event=on_event)
     call = Call.from_target(run, root=root).measured()
-    trackers = exporting.asked(call.spec, [to] if isinstance(to, str) else list(to), uri=uri, project=project)
+    trackers = exporting.requested_trackers(
+        call.spec, [to] if isinstance(to, str) else list(to), uri=uri, project=project
+    )
     results = events.follow(exporting.export(call.run, trackers, follow=follow, every=every), on_event or warn_of_event)
     exporting.require_sent(results)
     return results

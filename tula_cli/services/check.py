@@ -9,7 +9,7 @@ from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
-from tula_cli.models.choice.grid import Limit, highest
+from tula_cli.models.choice.grid import Limit, highest_limit
 from tula_cli.models.cost import describe_price, max_price
 from tula_cli.models.ramp.stage_nodes import describe_unusable_stages
 from tula_cli.run.directory import RunDir
@@ -213,7 +213,7 @@ def check(
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
-        largest_local_batch=highest(largest),
+        largest_local_batch=highest_limit(largest),
         node_hours_at_most=node_hours,
         machine_hours_at_most=one_by_one if spec.cluster.kind == "local" else None,
         price_at_most=max_price(spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu),

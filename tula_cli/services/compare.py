@@ -37,7 +37,7 @@ from tula_cli.services.comparison.rows import (
     warn_missing_controls,
 )
 from tula_cli.services.train import TrainPlan
-from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
+from tula_cli.spec.job import JobSpec, describe_misfit, warmup_epochs
 from tula_cli.spec.load import validate
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import train_signature
@@ -249,7 +249,7 @@ def why_not_a_row(spec: JobSpec, method: str) -> str:
         SpecError: settings of tula's own loop do not go with it.
     """
     try:
-        return misfit(job_of_cell(spec, method, spec.train.seed))
+        return describe_misfit(job_of_cell(spec, method, spec.train.seed))
     except SpecError as error:
         if spec.script is None:
             raise
@@ -338,7 +338,7 @@ def _make_short_cells(
     firsts = [cell for cell in cells if cell.seed == spec.train.seed]
     for cell in firsts if epochs < spec.train.epochs else ():
         try:
-            signature = sign(rounds.shorten(job_of_cell(spec, cell.method, cell.seed), epochs), cell.batch)
+            signature = sign(rounds.shorten_job(job_of_cell(spec, cell.method, cell.seed), epochs), cell.batch)
         except SpecError:  # its settings do not fit so few epochs
             continue
         short = cell.model_copy(update={"signature": signature, "short": (epochs, spec.train.epochs)})
@@ -369,7 +369,7 @@ def _is_scaling(method: str) -> bool:
 def plan_cell(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
     job = job_of_cell(spec, cell.method, cell.seed)
     try:
-        job = job if cell.short is None else rounds.shorten(job, cell.short[0])
+        job = job if cell.short is None else rounds.shorten_job(job, cell.short[0])
         return train.plan_training(run, job, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
     except SpecError as error:
         description = "the reference" if cell.reference else f"method {cell.method}"
@@ -453,7 +453,7 @@ def _why_no_default(spec: JobSpec, method: str) -> str:
         return "; ".join(problem.message for problem in error.problems) or error.message
     warmup = 0.0 if spec.script is not None else warmup_epochs(cell_job)
     never = f"never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
-    return misfit(cell_job) or (never if warmup >= spec.train.epochs else "")
+    return describe_misfit(cell_job) or (never if warmup >= spec.train.epochs else "")
 
 
 def default_control(spec: JobSpec, batches: Sequence[int]) -> tuple[str, ...]:

@@ -326,7 +326,7 @@ def compare_steps(pairs: Iterable[tuple[str, Sequence[Result], Sequence[Result]]
     alone = [0, 0]
     for part, before, after in pairs:
         results_before, results_after = (
-            {_configuration(result): result for result in results} for results in (before, after)
+            {_configuration_of(result): result for result in results} for results in (before, after)
         )
         common = [configuration for configuration in results_before if configuration in results_after]
         rows += [
@@ -338,7 +338,7 @@ def compare_steps(pairs: Iterable[tuple[str, Sequence[Result], Sequence[Result]]
     return StepComparison(tuple(rows), (alone[0], alone[1]))
 
 
-def _configuration(result: Result) -> tuple[int, int, int]:
+def _configuration_of(result: Result) -> tuple[int, int, int]:
     return result.nodes, result.gpus_per_node, result.local_batch
 
 
@@ -355,7 +355,7 @@ def _compare_results(part: str, before: Result, after: Result) -> StepDifference
 
     return StepDifference(
         part,
-        *_configuration(before)[:2],
+        *_configuration_of(before)[:2],
         batch=before.nodes * before.gpus_per_node * before.local_batch,
         local_batch=before.local_batch,
         outcomes=(before.kind, after.kind),

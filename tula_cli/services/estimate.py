@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tula_cli.cluster.inspection import Inspect, inspect
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
 from tula_cli.errors import Infeasible, JobFailed, SpecError
-from tula_cli.models.choice.grid import batches
+from tula_cli.models.choice.grid import list_batches
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.host_memory import DataMemory, data_memory
 from tula_cli.models.memory.memory import MemoryModel
@@ -229,7 +229,7 @@ def local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None)
         configs = feasible_candidates(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
         sizes = sorted({config.local_batch(spec.cluster.gpus_per_node) for config in configs})
     except Infeasible:  # tula check says so; memory can be told all the same
-        sizes = batches(spec.train.accumulate, max(spec.train.accumulate, inspection.dataset_size))
+        sizes = list_batches(spec.train.accumulate, max(spec.train.accumulate, inspection.dataset_size))
     if largest is None:
         return sizes
     too_large = [size for size in sizes if size > largest]

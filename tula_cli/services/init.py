@@ -25,9 +25,9 @@ from tula_cli.run.files import MODE_FOR_ALL, write_atomic
 from tula_cli.spec.json_schema import Kind, json_schema
 from tula_cli.spec.scripts.command_text import training_command
 from tula_cli.spec.scripts.launchers import NODES, Known, Unknown, slurm_options
-from tula_cli.spec.scripts.placeholders import names
-from tula_cli.spec.scripts.proposal import Missing, job_name, missing, sections, yaml_word
-from tula_cli.spec.scripts.recognition import Recognised, recognise, recognise_command
+from tula_cli.spec.scripts.placeholders import find_placeholders
+from tula_cli.spec.scripts.proposal import Missing, job_name, list_missing, write_sections, yaml_word
+from tula_cli.spec.scripts.recognition import Recognised, recognise_command, recognise_line
 from tula_cli.spec.scripts.shell import Option, Word
 from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import plural
@@ -153,7 +153,7 @@ def job_from_command(
     """
     gpus_available = gpus if kind == "local" else _gpus_of(offered)
     recognised = with_length(
-        recognise(line, Known(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
+        recognise_line(line, Known(answers or {}, gpus=gpus_available), keeps_setup=kind == "slurm"), answers
     )
     if kind == "local":
         text = _fit_to_machine(
@@ -166,7 +166,7 @@ def job_from_command(
         text = site.write_settings(text, shell_settings(recognised))
     text = with_batches(text, recognised)
     warnings = [*recognised.warnings, *_machine_warnings(recognised, offered, gpus=gpus if kind == "local" else 0)]
-    return FromCommand(text, recognised, missing(recognised), tuple(warnings))
+    return FromCommand(text, recognised, list_missing(recognised), tuple(warnings))
 
 
 def with_length(recognised: Recognised, answers: Mapping[str, str] | None) -> Recognised:
@@ -193,7 +193,7 @@ def write_job_around(line: str, recognised: Recognised, kind: Literal["local", "
     shown = "\n#   ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in row) for row in line.split("\n"))
     return (
         _HEAD.format(line=shown, name=name or job_name(recognised))
-        + sections(recognised)
+        + write_sections(recognised)
         + "\n"
         + _search_section(kind)
     )
@@ -258,7 +258,7 @@ def _fit_to_machine(text: str, *, per_node: int, gpus: int) -> str:
 
 def _match_site_settings(text: str, recognised: Recognised, offered: Site) -> str:
     """Put right what the site says of other ranks, and of workers where the command has no place for them."""
-    if "workers" not in names(recognised.script["command"]):
+    if "workers" not in find_placeholders(recognised.script["command"]):
         text = re.sub(
             r"^  workers: .*$", "  # workers: auto # with {workers} in the command", text, count=1, flags=re.MULTILINE
         )
@@ -445,7 +445,7 @@ def job_from_sbatch(
     request = replace(request, options={**_options_of_srun(recognised.slurm), **request.options})
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.text("job_name")).strip("._-")[:64]
     written = write_job_around(f"tula init --from-sbatch {shlex.quote(source)}", recognised, "slurm", name=name)
-    written = write_settings(written, [*_settings(request, recognised, offered), *shell_settings(recognised)])
+    written = write_settings(written, [*_setting_lines(request, recognised, offered), *shell_settings(recognised)])
     left_out = [
         f"{option.written}: tula decides it for each of its jobs"
         for name, option in request.options.items()
@@ -455,7 +455,7 @@ def job_from_sbatch(
     return FromCommand(
         with_batches(written, recognised),
         recognised,
-        missing(recognised),
+        list_missing(recognised),
         (*recognised.warnings, *_sbatch_warnings(request, recognised)),
     )
 
@@ -514,7 +514,7 @@ def _extra_options(options: Mapping[str, Option]) -> dict[str, str | bool]:
     return {name.replace("_", "-"): option.value.text or True for name, option in options.items() if name in names}
 
 
-def _settings(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[TemplateLine]:
+def _setting_lines(request: _Request, recognised: Recognised, offered: Site | None) -> Iterator[TemplateLine]:
     for name, key in _SETTINGS.items():
         if text := request.text(name):
             yield TemplateLine(f"cluster.slurm.{key}", quote_word(text), f"--{name.replace('_', '-')}")

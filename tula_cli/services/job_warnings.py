@@ -11,7 +11,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import ClusterReport, Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
-from tula_cli.spec.slurm_options import Slurm, option
+from tula_cli.spec.slurm_options import Slurm, option_name
 from tula_cli.words import amount, plural
 
 # --- Computation on a GPU
@@ -180,7 +180,7 @@ def _newest_check(run: RunDir) -> ClusterReport | None:
 def _requested_memory(spec: JobSpec) -> int | None:
     """Return the bytes of a node that the job asks SLURM for; None where it asks for all, or for none in particular."""
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
-    extra = {option(name): str(value) for name, value in slurm.extra.items()}
+    extra = {option_name(name): str(value) for name, value in slurm.extra.items()}
     forms = (
         (slurm.memory, 1),
         (extra.get("mem-per-gpu"), ranks),

@@ -126,7 +126,7 @@ def node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
         "Python": lambda node: node.python,
     }
     for name, aspect in aspects.items():
-        if differences := _differences(report.nodes, aspect):
+        if differences := _describe_differences(report.nodes, aspect):
             yield f"the nodes differ in {name}: {differences}"
     if report.inside and report.inside[-1].speed < SLOW_INSIDE:
         yield (
@@ -154,7 +154,7 @@ def node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
         yield f"dataset.root, {_dataset_folder(task)}, is not there yet: it is downloaded before the first job"
 
 
-def _differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeReport], str]) -> str:
+def _describe_differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeReport], str]) -> str:
     """Return what is where in words, where it is not the same everywhere."""
     hosts_by_value: dict[str, list[str]] = {}
     for node in nodes:
@@ -239,10 +239,10 @@ def run_node_check(
             last_state = state_shown
         return conclude_cluster(part.run, task)
     except KeyboardInterrupt:
-        raise _interruption(part.run, task) from None
+        raise _make_interruption(part.run, task) from None
 
 
-def _interruption(run: RunDir, task: CheckTask | None) -> Interruption:
+def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     """Return what to raise on Ctrl-C: the job, if it is known to be submitted, goes on."""
     if task is None:
         return Interruption("interrupted", "the same command submits the job, or attaches to it if it is there")
@@ -277,7 +277,7 @@ def check_node_count(spec: JobSpec, requested: int | None) -> int:
 def _max_nodes(spec: JobSpec) -> tuple[int | None, str]:
     """Return the most nodes that a job can have, where the scheduler tells, and of what in words."""
     if spec.cluster.kind == "slurm":
-        partition_of_job = _partition(spec)
+        partition_of_job = _find_partition(spec)
         return (
             (None, "")
             if partition_of_job is None
@@ -288,7 +288,7 @@ def _max_nodes(spec: JobSpec) -> tuple[int | None, str]:
     return (chosen[0].usable, f"partition {chosen[0].name}") if chosen else (None, "")
 
 
-def _partition(spec: JobSpec) -> site.Partition | None:
+def _find_partition(spec: JobSpec) -> site.Partition | None:
     """Return the partition of SLURM that the spec's jobs go to, where it tells."""
     offered = Site(site.list_partitions(), ())
     name = spec.cluster.slurm.partition if spec.cluster.slurm else None
@@ -314,7 +314,7 @@ def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: i
         with submitting(run):
             task = _start_on_cluster(run, spec, launcher, nodes=nodes)
     except KeyboardInterrupt:
-        raise _interruption(run, task) from None
+        raise _make_interruption(run, task) from None
     return task
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspectable
 from tula_cli.errors import Infeasible
-from tula_cli.models.choice.early_stopping import end_of, shortened, tells
+from tula_cli.models.choice.early_stopping import end_of, has_metrics, shorten_prediction
 from tula_cli.models.choice.grid import on_nodes
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -186,7 +186,7 @@ def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | No
         return None
     batch = min(batches_by_epoch, key=lambda batch: (abs(math.log2(batch / task.batch)), batch))
     epoch = statistics.median_high(batches_by_epoch[batch])
-    prediction = shortened(task.prediction, epochs=epoch, of=train.epochs_at_most)
+    prediction = shorten_prediction(task.prediction, epochs=epoch, of=train.epochs_at_most)
     return ExpectedEnd(epoch, tuple(sorted(batches_by_epoch[batch])), batch, prediction)
 
 
@@ -206,7 +206,7 @@ def _job_signature(spec: JobSpec) -> str:
 def _end_epoch(training: TrainingRun, spec: JobSpec) -> int | None:
     """Return the epoch after which an earlier training got there, all epochs where it did not; None: it does not tell."""
     rows = training.metrics("epoch")
-    if not tells(rows, spec.train):
+    if not has_metrics(rows, spec.train):
         return None
     result = training.result()
     is_complete = result is not None and result.epochs >= spec.train.epochs_at_most

@@ -21,7 +21,7 @@ from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.profile import measured_node_hours
 from tula_cli.services.waiting import WaitPolicy, describe_beyond_cap, interruption_of_jobs, only_part, wait_for_jobs
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Resume
 from tula_cli.spec.signature import rehearsal_signature
 
@@ -219,7 +219,7 @@ def resume_settings(spec: JobSpec) -> Resume:
             "script.resume is not given: there is nothing to rehearse",
             'write how the script goes on: resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
         )
-    if "out" not in names(spec.script.resume.checkpoint):
+    if "out" not in find_placeholders(spec.script.resume.checkpoint):
         raise SpecError(
             f"script.resume.checkpoint: {spec.script.resume.checkpoint} is not in {{out}}, and a rehearsal must not write over"
             " your own files",

@@ -8,7 +8,7 @@ from typing import Any
 
 from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import files, parsed_spec
-from tula_cli.spec.scripts.placeholders import program
+from tula_cli.spec.scripts.placeholders import program_name
 from tula_cli.words import perplexity
 
 # --- all runs
@@ -103,16 +103,16 @@ def _job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:
     """Return the names of a run's model and dataset, or of its script; and the folders of what is measured, one a node type."""
     known = parsed_spec.read_spec(run)
     if known is not None:
-        return _names(known.spec), [run / part for part in known.parts.values()]
+        return _model_and_dataset(known.spec), [run / part for part in known.parts.values()]
     from tula_cli.run.directory import RunDir  # the job has been edited by hand: it is read as every command reads it
 
     spec = RunDir(run).spec()
-    return _names(spec.model_dump()), [part.run.path for part in RunDir(run).parts(spec)]
+    return _model_and_dataset(spec.model_dump()), [part.run.path for part in RunDir(run).parts(spec)]
 
 
-def _names(spec: Mapping[str, Any]) -> dict[str, str]:
+def _model_and_dataset(spec: Mapping[str, Any]) -> dict[str, str]:
     if script := spec.get("script"):
-        return {"script": program(script["command"])}
+        return {"script": program_name(script["command"])}
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice.grid import Config, Limit, candidates, highest
+from tula_cli.models.choice.grid import Config, Limit, highest_limit, list_candidates
 from tula_cli.models.out_of_memory import LESS_MEMORY, LESS_MEMORY_FOR_SCRIPT, smallest_ruled_out
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
@@ -114,7 +114,7 @@ def next_round(
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
     measured = [result for result in results if isinstance(result, Measured)]
-    start = adaptive.first(
+    start = adaptive.first_probes(
         _by_nodes(spec, fitting or candidates).items(), whole_steps=_times_whole_steps(spec, measured)
     )
     if missing := [probe for probe in start if probe not in results_by_config]:
@@ -133,7 +133,7 @@ def next_round(
         raise BadMeasurements("the probes tell no configuration's step time", "use search.strategy: sweep")
     proposal = adaptive.propose(
         forecast.steps,
-        [_candidate(forecast, row) for row in rows],
+        [_make_candidate(forecast, row) for row in rows],
         tolerance=REGRET_TOLERANCE,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
@@ -154,17 +154,17 @@ def _select_weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Predict
     """
     import numpy as np
 
-    from tula_cli.models.choice.columns import configs
+    from tula_cli.models.choice.columns import to_configs
     from tula_cli.models.choice.objective import best_few
 
     rows = forecast.table(*forecast.known_candidates()).ordered()
-    rows = rows.take([config in fitting for config in configs(rows.nodes, rows.batch)])
+    rows = rows.take([config in fitting for config in to_configs(rows.nodes, rows.batch)])
     worth = rows.measured.copy()
     worth[np.union1d(best_few(rows, "time", most=_MAX_WEIGHED), best_few(rows, "cost", most=_MAX_WEIGHED))] = True
     return rows.take(worth).records()
 
 
-def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
+def _make_candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
     from tula_cli.models.choice.adaptive import Candidate
 
     search = forecast.spec.search
@@ -229,15 +229,15 @@ def feasible_candidates(spec: JobSpec, *, dataset_size: int, max_local_batch: Li
         Infeasible: there is none; names the bound.
     """
     largest = min(dataset_size, spec.search.max_batch or dataset_size)
-    candidates = _candidates(spec, max_batch=largest, max_local_batch=max_local_batch)
+    candidates = _list_candidates(spec, max_batch=largest, max_local_batch=max_local_batch)
     if not candidates:
         raise _infeasible_error(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
     return candidates
 
 
-def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> list[Config]:
+def _list_candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> list[Config]:
     slurm = spec.cluster.slurm or Slurm()
-    return candidates(
+    return list_candidates(
         [nodes for nodes in spec.search.nodes if slurm.longest(nodes)],
         gpus_per_node=spec.cluster.gpus_per_node,
         min_batch=spec.search.min_batch,
@@ -262,7 +262,7 @@ def _infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limi
             f"lower search.min_batch to at most {dataset_size}",
         )
     largest = min(dataset_size, search.max_batch or dataset_size)
-    divisible = _candidates(spec, max_batch=largest, max_local_batch=None)
+    divisible = _list_candidates(spec, max_batch=largest, max_local_batch=None)
     if not divisible:
         step = min(search.nodes) * spec.cluster.gpus_per_node * spec.train.accumulate
         return Infeasible(
@@ -272,7 +272,7 @@ def _infeasible_error(spec: JobSpec, *, dataset_size: int, max_local_batch: Limi
         )
     least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(
-        f"out of memory before anything ran: at most {highest(max_local_batch)} samples fit one GPU, the smallest local batch is"
+        f"out of memory before anything ran: at most {highest_limit(max_local_batch)} samples fit one GPU, the smallest local batch is"
         f" {least}",
         LESS_MEMORY if spec.script is None else LESS_MEMORY_FOR_SCRIPT,
     )
@@ -296,12 +296,12 @@ def _sweep_search(by_nodes: ByNodes) -> dict[int, set[int]]:
     """
     chosen = {nodes: {local_batches[0]} for nodes, local_batches in by_nodes.items()}
     many = by_nodes[max(by_nodes)]
-    chosen[max(by_nodes)] |= {_middle(many), many[-1]}
+    chosen[max(by_nodes)] |= {_middle_batch(many), many[-1]}
     chosen[min(by_nodes)] = set(by_nodes[min(by_nodes)])
     return chosen
 
 
-def _middle(local_batches: Sequence[int]) -> int:
+def _middle_batch(local_batches: Sequence[int]) -> int:
     """Return the middle one by rank; of two in the middle the larger."""
     return local_batches[len(local_batches) // 2]
 
@@ -315,14 +315,14 @@ def smallest_and_two_largest(by_nodes: ByNodes) -> dict[int, set[int]]:
 def smallest_and_middle(by_nodes: ByNodes) -> dict[int, set[int]]:
     """Two batches on the fewest nodes."""
     local_batches = by_nodes[min(by_nodes)]
-    return {min(by_nodes): {local_batches[0], _middle(local_batches)}}
+    return {min(by_nodes): {local_batches[0], _middle_batch(local_batches)}}
 
 
 def _adaptive_start(by_nodes: ByNodes, *, whole_steps: bool = False) -> dict[int, set[int]]:
     """The first round of `next_round`."""
-    from tula_cli.models.choice.adaptive import first
+    from tula_cli.models.choice.adaptive import first_probes
 
-    start = first(by_nodes.items(), whole_steps=whole_steps)
+    start = first_probes(by_nodes.items(), whole_steps=whole_steps)
     return {nodes: set(local_batches) for nodes, local_batches in group_by_nodes(start).items()}
 
 

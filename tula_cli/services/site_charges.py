@@ -17,7 +17,7 @@ from tula_cli.cluster.slurm.billing import (
 )
 from tula_cli.errors import OverBudget, SpecError
 from tula_cli.models.cost import hourly_charge
-from tula_cli.models.tres import whole
+from tula_cli.models.tres import truncate_billing
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
@@ -74,7 +74,7 @@ def needed_minutes(bill: SiteBill, *, nodes: int, hours: float) -> dict[str, flo
         hours: that it holds them.
     """
     counts = {name: nodes * count for name, count in bill.tres.items()}
-    counts["billing"] = whole(nodes * bill.node + bill.job)
+    counts["billing"] = truncate_billing(nodes * bill.node + bill.job)
     return {name: 60 * hours * bill.usage_factor * count for name, count in counts.items()}
 
 

@@ -24,7 +24,7 @@ from tula_cli.host.processes import run_command
 from tula_cli.plugins import nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.merge import SITE_FILE, leaves, merge
+from tula_cli.spec.merge import SITE_FILE, flatten, merge
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.slurm_options import ROOM, Slurm
 from tula_cli.spec.yaml_text import read_yaml
@@ -45,17 +45,17 @@ class SiteFinding:
     source: Literal["file", "scheduler", "jobs"] = "file"  # what tells it
 
 
-def ok(about: str, message: str, source: Literal["file", "scheduler", "jobs"] = "file") -> SiteFinding:
+def ok_finding(about: str, message: str, source: Literal["file", "scheduler", "jobs"] = "file") -> SiteFinding:
     return SiteFinding("ok", about, message, source=source)
 
 
-def warning(
+def warning_finding(
     about: str, message: str, advice: str, source: Literal["file", "scheduler", "jobs"] = "file"
 ) -> SiteFinding:
     return SiteFinding("warning", about, message, advice, source)
 
 
-def problem(
+def problem_finding(
     about: str, message: str, advice: str, source: Literal["file", "scheduler", "jobs"] = "file"
 ) -> SiteFinding:
     return SiteFinding("problem", about, message, advice, source)
@@ -83,7 +83,7 @@ class SiteSettings:
     @property
     def keys(self) -> tuple[str, ...]:
         """The keys that they set, `a.b.c`."""
-        return tuple(key for key, _ in leaves(dict(self.content)))
+        return tuple(key for key, _ in flatten(dict(self.content)))
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def file_findings(site: SiteSettings) -> Iterator[SiteFinding]:
         yield from _readable_findings(file)
     yield from _relative_path_findings(site)
     if "cluster.slurm" in site.sections and "cluster.kind" not in site.keys:
-        yield warning(
+        yield warning_finding(
             "cluster.kind",
             "is not set: cluster.slurm is for jobs alone that say kind: slurm",
             "set kind: slurm for all",
@@ -160,18 +160,20 @@ def file_findings(site: SiteSettings) -> Iterator[SiteFinding]:
         several = len(site.files) > 1
         for problem_ in error.problems:
             where = f", in {site.origin(problem_.path)}" if several else ""
-            yield problem(problem_.path, f"{problem_.message}{where}", problem_.hint)
+            yield problem_finding(problem_.path, f"{problem_.message}{where}", problem_.hint)
     else:
         for file in site.files:
             keys_of_file = [key for key, source in site.origins.items() if source == str(file)]
-            yield ok(str(file), f"{plural(len(keys_of_file), 'setting')}, all of keys that a job has")
+            yield ok_finding(str(file), f"{plural(len(keys_of_file), 'setting')}, all of keys that a job has")
 
 
 def _readable_findings(file: Path) -> Iterator[SiteFinding]:
     if file.is_relative_to(Path("~").expanduser()) or not file.is_file():
         return
     if not file.stat().st_mode & stat.S_IROTH:
-        yield warning(str(file), "not everybody may read it, and who may not can load no job", f"chmod a+r {file}")
+        yield warning_finding(
+            str(file), "not everybody may read it, and who may not can load no job", f"chmod a+r {file}"
+        )
 
 
 def _relative_path_findings(site: SiteSettings) -> Iterator[SiteFinding]:
@@ -185,9 +187,11 @@ def _relative_path_findings(site: SiteSettings) -> Iterator[SiteFinding]:
         expanded = Path(path).expanduser()
         about = f"cluster.slurm.{key}"
         if not expanded.is_absolute():
-            yield warning(about, f"{path!r} is looked for in the folder that each user is in", "write an absolute path")
+            yield warning_finding(
+                about, f"{path!r} is looked for in the folder that each user is in", "write an absolute path"
+            )
         elif not expanded.is_file():
-            yield problem(about, f"there is no file {path}", "set it right, or leave it out")
+            yield problem_finding(about, f"there is no file {path}", "set it right, or leave it out")
 
 
 # --- What jobs start with
@@ -246,7 +250,7 @@ def job_findings(spec: JobSpec, *, run_setup: bool, workdir: Path) -> Iterator[S
         try:
             lines = set_up_lines(slurm, workdir)
         except SpecError as error:
-            yield problem("cluster.slurm.setup", error.message, error.hint, "jobs")
+            yield problem_finding("cluster.slurm.setup", error.message, error.hint, "jobs")
             continue
         key = json.dumps([lines, export_lines(slurm), slurm.python])
         if key not in checked:
@@ -259,23 +263,25 @@ def _setup_findings(slurm: Slurm, lines: Sequence[str], *, run_setup: bool) -> I
     if lines:
         read = _run_bash([*lines], only_read=True)
         if read.code:
-            yield problem(where, f"bash cannot read the set-up: {read.last_error_line}", "mend its lines", "jobs")
+            yield problem_finding(
+                where, f"bash cannot read the set-up: {read.last_error_line}", "mend its lines", "jobs"
+            )
             return
         if not any(_ENDS_AT_ERRORS.match(line) for line in lines):
-            yield warning(where, "a line of the set-up that fails ends nothing", "begin with set -e", "jobs")
+            yield warning_finding(where, "a line of the set-up that fails ends nothing", "begin with set -e", "jobs")
         if not run_setup:
-            yield warning(
+            yield warning_finding(
                 where, "the set-up lines, and the python that they lead to, were not tried", _HOW_TO_RUN_SETUP, "jobs"
             )
             return
         completed = _run_bash([_TRAP, *lines])
         if completed.code or completed.failed:
             failures = "; ".join(f"exit code {line}" for line in completed.failed) or f"exit code {completed.code}"
-            yield problem(
+            yield problem_finding(
                 where, f"the set-up fails here: {failures} ({completed.last_error_line})", "mend its lines", "jobs"
             )
             return
-        yield ok(where, "the set-up lines run here", "jobs")
+        yield ok_finding(where, "the set-up lines run here", "jobs")
     yield from _python_findings(slurm, lines)
 
 
@@ -284,7 +290,7 @@ def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding
     completed = _run_bash([*lines, *export_lines(slurm), f"{command} -c {shlex.quote(_VERSION_PROGRAM)}"])
     answer_line = next((line for line in completed.out.splitlines() if line.startswith(_MARK)), None)
     if answer_line is None:
-        yield problem(
+        yield problem_finding(
             about,
             f"{command} does not start here: {completed.last_error_line}",
             "set it to a python that is on every node, or mend the set-up",
@@ -295,14 +301,14 @@ def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding
     version = ".".join(map(str, answer["python"]))
     missing = [name for name, is_installed in answer["found"].items() if not is_installed]
     if tuple(answer["python"][:2]) < _MIN_PYTHON:
-        yield problem(
+        yield problem_finding(
             about,
             f"{answer['path']} is Python {version}",
             f"tula needs {_MIN_PYTHON[0]}.{_MIN_PYTHON[1]} or newer",
             "jobs",
         )
     elif missing:
-        yield problem(
+        yield problem_finding(
             about,
             f"{answer['path']} (Python {version}) lacks {', '.join(missing)}",
             "pip install 'tula-cli[torch]' there, or name another python",
@@ -310,7 +316,7 @@ def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding
         )
     else:
         note = "" if slurm.python else ", the one that tula itself runs with"
-        yield ok(
+        yield ok_finding(
             about,
             f"{answer['path']}: Python {version}, torch {answer['torch'] or 'of an unknown version'}{note}",
             "jobs",
@@ -321,9 +327,9 @@ def _python_findings(slurm: Slurm, lines: Sequence[str]) -> Iterator[SiteFinding
 def _tula_findings(about: str, version: str) -> Iterator[SiteFinding]:
     """Yield whether jobs have the same tula: they take that of who submits, which lies in the run, where they see it."""
     if version == __version__:
-        yield ok(about, f"tula {version} there and here", "jobs")
+        yield ok_finding(about, f"tula {version} there and here", "jobs")
     elif version:
-        yield warning(
+        yield warning_finding(
             about,
             f"tula {version} there, and {__version__} here",
             "install the same one: jobs take that of who submits, unless their python ignores PYTHONPATH",
@@ -358,14 +364,14 @@ def command_findings(facts: SiteFacts) -> Iterator[SiteFinding]:
     """Yield which commands of SLURM answer."""
     for name, why in facts.silent.items():
         if name in _NEEDED_COMMANDS:
-            yield problem(
+            yield problem_finding(
                 name, why, "nothing can be submitted or followed without it: is SLURM in PATH here?", "scheduler"
             )
         elif facts.answers:
-            yield warning(name, why, _WITHOUT.get(name, "tula does without"), "scheduler")
+            yield warning_finding(name, why, _WITHOUT.get(name, "tula does without"), "scheduler")
     if facts.answers:
         names = ", ".join(partition.name for partition in facts.partitions)
-        yield ok("scheduler", f"answers: {plural(len(facts.partitions), 'partition')}, {names}", "scheduler")
+        yield ok_finding("scheduler", f"answers: {plural(len(facts.partitions), 'partition')}, {names}", "scheduler")
 
 
 def setting_findings(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
@@ -401,10 +407,10 @@ def _findings_of_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     yield from _qos_findings(slurm, facts)
     yield from _constraint_findings(slurm, facts, partitions)
     for unknown in unknown_names(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
-        yield warning(unknown.about, unknown.message, unknown.advice, "scheduler")
+        yield warning_finding(unknown.about, unknown.message, unknown.advice, "scheduler")
     if slurm.reservation and facts.reservations is not None and slurm.reservation not in facts.reservations:
         reservations = ", ".join(facts.reservations) or "none"
-        yield problem(
+        yield problem_finding(
             f"{_SECTION}.reservation",
             f"no reservation {slurm.reservation!r}",
             f"there are: {reservations}",
@@ -419,25 +425,25 @@ def _partition_findings(slurm: Slurm, facts: SiteFacts) -> Generator[SiteFinding
     if slurm.partition is None:
         default_partition = next((candidate for candidate in facts.partitions if candidate.default), None)
         if default_partition is None and len(partitions_by_name) > 1:
-            yield warning(
+            yield warning_finding(
                 about,
                 "none is set, and the scheduler has no default",
                 f"name one of {', '.join(partitions_by_name)}",
                 "scheduler",
             )
         elif default_partition is not None:
-            yield ok(about, f"none is set: the default, {describe_partition(default_partition)}", "scheduler")
+            yield ok_finding(about, f"none is set: the default, {describe_partition(default_partition)}", "scheduler")
         return [default_partition] if default_partition is not None else []
     partitions_found = []
     for name in slurm.partition.split(","):
         if name not in partitions_by_name:
             advice = nearest(name, partitions_by_name) or f"there are: {', '.join(partitions_by_name)}"
-            yield problem(about, f"no partition {name!r}", advice, "scheduler")
+            yield problem_finding(about, f"no partition {name!r}", advice, "scheduler")
         elif not partitions_by_name[name].up:
-            yield problem(about, f"partition {name} is not up", "name another, or have it set up", "scheduler")
+            yield problem_finding(about, f"partition {name} is not up", "name another, or have it set up", "scheduler")
         else:
             partitions_found.append(partitions_by_name[name])
-            yield ok(about, describe_partition(partitions_by_name[name]), "scheduler")
+            yield ok_finding(about, describe_partition(partitions_by_name[name]), "scheduler")
     return partitions_found
 
 
@@ -445,7 +451,7 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
     """Yield whether some kind of the partition's nodes has what is asked of a node."""
     kinds, gpus = partition.kinds, spec.cluster.gpus_per_node
     if not kinds:
-        yield problem(
+        yield problem_finding(
             f"{_SECTION}.partition",
             f"{partition.name} has no node that can run a job",
             "sinfo --list-reasons tells why",
@@ -456,7 +462,7 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
         yield from _gpu_findings(spec, slurm, partition)
     cpus = max(kind.cpus for kind in kinds)
     if slurm.cpus_per_task and slurm.cpus_per_task * gpus > cpus:
-        yield problem(
+        yield problem_finding(
             f"{_SECTION}.cpus_per_task",
             f"{slurm.cpus_per_task} for each of {plural(gpus, 'rank')} is more than a node of {partition.name} has ({cpus})",
             f"set it to {max(1, cpus // gpus)}",
@@ -464,7 +470,7 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
         )
     memory = max(kind.memory for kind in kinds)
     if slurm.memory == "0" and all(kind.limited_memory for kind in kinds):
-        yield problem(
+        yield problem_finding(
             f"{_SECTION}.memory",
             f"0 asks for all memory of a node, and a job in {partition.name} can have {memory} MB",
             f"set it to {memory}M",
@@ -472,7 +478,7 @@ def _size_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterato
         )
     most_nodes = max(spec.search.nodes)
     if "nodes" in spec.search.model_fields_set and most_nodes > partition.usable:
-        yield problem(
+        yield problem_finding(
             "search.nodes",
             f"{most_nodes} is more than a job can have in {partition.name} ({partition.usable})",
             "leave it to the jobs, or search fewer",
@@ -485,21 +491,21 @@ def _gpu_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator
     most = max((gpu_kind.count for kind in kinds for gpu_kind in kind.gpus), default=0)
     types = sorted({gpu_kind.type for kind in kinds for gpu_kind in kind.gpus if gpu_kind.type})
     if most == 0:
-        yield problem(
+        yield problem_finding(
             "cluster.gpus_per_node",
             f"the nodes of {partition.name} have no GPUs that SLURM knows of",
             f"set {_SECTION}.gpus: none, or cluster.device: cpu",
             "scheduler",
         )
     elif gpus > most:
-        yield problem(
+        yield problem_finding(
             "cluster.gpus_per_node",
             f"{gpus} is more than a node of {partition.name} has ({most})",
             f"set it to {most}",
             "scheduler",
         )
     elif gpus < most and slurm.exclusive:
-        yield warning(
+        yield warning_finding(
             "cluster.gpus_per_node",
             f"{gpus} of the {most} that a node of {partition.name} has, and whole nodes are paid for (exclusive)",
             f"set it to {most}",
@@ -509,7 +515,9 @@ def _gpu_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator
         advice = nearest(slurm.gpu_type, types) or (
             f"there are: {', '.join(types)}" if types else "leave it out: SLURM tells no types apart"
         )
-        yield problem(f"{_SECTION}.gpu_type", f"no GPU {slurm.gpu_type!r} in {partition.name}", advice, "scheduler")
+        yield problem_finding(
+            f"{_SECTION}.gpu_type", f"no GPU {slurm.gpu_type!r} in {partition.name}", advice, "scheduler"
+        )
 
 
 def _limit_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterator[SiteFinding]:
@@ -518,7 +526,7 @@ def _limit_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterat
     if limit is None:
         return
     if slurm.minutes > limit:
-        yield problem(
+        yield problem_finding(
             f"{_SECTION}.minutes",
             f"{slurm.minutes} is more than {partition.name} allows ({limit})",
             f"set it to {limit} or less",
@@ -526,7 +534,7 @@ def _limit_findings(spec: JobSpec, slurm: Slurm, partition: Partition) -> Iterat
         )
     probes = math.ceil(spec.search.max_minutes) + ROOM
     if probes > limit:
-        yield problem(
+        yield problem_finding(
             "search.max_minutes",
             f"a measuring job asks for {probes} minutes, and {partition.name} allows {limit}",
             f"set it to {max(1, limit - ROOM)}",
@@ -540,7 +548,7 @@ def _maintenance_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFindin
     begin = next((begin for begin, _ in facts.maintenance if begin > now), math.inf)
     remaining = (begin - now) / 60
     if remaining < slurm.minutes:
-        yield warning(
+        yield warning_finding(
             f"{_SECTION}.minutes",
             f"a job of {slurm.minutes} minutes would not start before the maintenance: {describe_window(begin, now)}",
             f"set it below {max(1, int(remaining))} to start now" if remaining >= 2 else "jobs wait until it is over",
@@ -553,10 +561,10 @@ def _account_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
         return
     about = f"{_SECTION}.account"
     if slurm.account.lower() in (name.lower() for name in facts.accounts):
-        yield ok(about, f"{slurm.account} is known; all users of this file charge it", "scheduler")
+        yield ok_finding(about, f"{slurm.account} is known; all users of this file charge it", "scheduler")
     else:
         advice = nearest(slurm.account, facts.accounts) or "leave it to the users, or name one that sacctmgr knows"
-        yield problem(about, f"accounting knows no account {slurm.account!r}", advice, "scheduler")
+        yield problem_finding(about, f"accounting knows no account {slurm.account!r}", advice, "scheduler")
 
 
 def _qos_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
@@ -566,16 +574,16 @@ def _qos_findings(slurm: Slurm, facts: SiteFacts) -> Iterator[SiteFinding]:
     for name in slurm.qos.split(","):
         if name not in facts.qos:
             advice = nearest(name, facts.qos) or f"there are: {', '.join(facts.qos)}"
-            yield problem(about, f"no QOS {name!r}", advice, "scheduler")
+            yield problem_finding(about, f"no QOS {name!r}", advice, "scheduler")
         elif (limit := facts.qos[name]) is not None and slurm.minutes > limit:
-            yield problem(
+            yield problem_finding(
                 f"{_SECTION}.minutes",
                 f"{slurm.minutes} is more than QOS {name} allows ({limit})",
                 f"set it to {limit} or less",
                 "scheduler",
             )
         else:
-            yield ok(about, f"{name} is known", "scheduler")
+            yield ok_finding(about, f"{name} is known", "scheduler")
 
 
 def _constraint_findings(slurm: Slurm, facts: SiteFacts, partitions: Sequence[Partition]) -> Iterator[SiteFinding]:
@@ -588,7 +596,7 @@ def _constraint_findings(slurm: Slurm, facts: SiteFacts, partitions: Sequence[Pa
         advice = nearest(unknown[0], known_features) or (
             f"there are: {', '.join(sorted(known_features))}" if known_features else "they have no features"
         )
-        yield problem(f"{_SECTION}.constraint", f"no node here has {', '.join(unknown)}", advice, "scheduler")
+        yield problem_finding(f"{_SECTION}.constraint", f"no node here has {', '.join(unknown)}", advice, "scheduler")
 
 
 # --- The check

@@ -54,7 +54,7 @@ MAX_CLOCK_DIFFERENCE = 60.0
 """Seconds by which the clocks of two machines may differ."""
 
 
-def grace(scheduler: str) -> float:
+def grace_seconds(scheduler: str) -> float:
     """Return the seconds for which files of an ended job may still be on their way, by what it ran on."""
     return GRACE["local" if scheduler == "local" else "slurm"]
 
@@ -192,7 +192,7 @@ def job_status(
     progress = job_progress(snapshot, tasks, results)
     recent = [attempt for attempt in attempts if _is_of_submission(attempt, job)]
     state, reason = _job_state(progress, recent, scheduler, tasks[-1].spec, cancelled=snapshot.cancelled_by(job.id))
-    if state == "lost" and recent and _has_just_ended(recent[-1], progress, now, grace=grace(job.scheduler)):
+    if state == "lost" and recent and _has_just_ended(recent[-1], progress, now, grace=grace_seconds(job.scheduler)):
         state, reason = "running", "it has ended well: its results are on their way here"
     if scheduler.released and state in ("failed", "diverged", "lost"):
         reason = f"{reason}; {scheduler.released}"
@@ -477,7 +477,7 @@ def run_status(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | 
             *files_snapshot.job_warnings,
             *files_snapshot.record_warnings,
             *(files_snapshot.training_warnings if only is None else ()),
-            *(destination.problems(run.path / "exports") if only is None else ()),
+            *(destination.describe_problems(run.path / "exports") if only is None else ()),
         ),
         notes=(
             *list_upgrades(files_snapshot),
@@ -740,7 +740,7 @@ def _is_waiting(job: JobStatus, lost_since: dict[str, float], *, now: float) -> 
     if job.state != "lost":
         lost_since.pop(job.id, None)
         return job.state in ACTIVE
-    return now - lost_since.setdefault(job.id, now) < grace(job.scheduler)
+    return now - lost_since.setdefault(job.id, now) < grace_seconds(job.scheduler)
 
 
 # --- ending

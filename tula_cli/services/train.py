@@ -13,7 +13,7 @@ from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
-from tula_cli.models.choice.grid import batches, check_divides
+from tula_cli.models.choice.grid import check_divides, list_batches
 from tula_cli.models.cost import describe_price
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.overheads import median_queue_wait
@@ -253,7 +253,7 @@ def _fallback_rungs(
         if rungs := forecast.fallback_rungs(nodes, batch, market=market):
             return rungs
     divisor = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
-    smaller = [b for b in batches(spec.search.min_batch, batch) if b < batch and b % divisor == 0]
+    smaller = [b for b in list_batches(spec.search.min_batch, batch) if b < batch and b % divisor == 0]
     return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
 
 

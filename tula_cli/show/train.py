@@ -104,13 +104,13 @@ def _early_end(plan: "TrainPlan") -> str:
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import cannot_accumulate
     from tula_cli.spec.job import describe_training_method, train_length
-    from tula_cli.spec.scripts.placeholders import program
+    from tula_cli.spec.scripts.placeholders import program_name
 
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.own_nodes * task.spec.cluster.gpus_per_node)
     yield f"train on {configuration(task.own_nodes, task.batch, local)}, {plan.source}"
     length = train_length(task.spec)
-    started = "" if task.spec.script is None else f" of {program(task.spec.script.command)}"
+    started = "" if task.spec.script is None else f" of {program_name(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield describe_training_method(task.spec)
     yield from _branches_planned(task)

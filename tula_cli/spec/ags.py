@@ -20,14 +20,14 @@ class Every(Section):
     every: Positive  # optimizer steps
 
 
-def _threshold(value: object) -> object:
+def _check_threshold(value: object) -> object:
     """Take YAML's .inf as the word that JSON can hold."""
     return "inf" if isinstance(value, float) and value == math.inf else value
 
 
 _WRITTEN_THRESHOLD = {"anyOf": [{"type": "number", "minimum": 0}, {"const": "inf"}]}
 Threshold = Annotated[
-    NonNegativeFloat | Literal["inf"], BeforeValidator(_threshold), WithJsonSchema(_WRITTEN_THRESHOLD)
+    NonNegativeFloat | Literal["inf"], BeforeValidator(_check_threshold), WithJsonSchema(_WRITTEN_THRESHOLD)
 ]
 
 
@@ -52,7 +52,7 @@ class Ags(Section):
 
     def resolved(self) -> "ResolvedAgs":
         """Return the section with every field filled: what is given, else the preset's."""
-        return _resolved(self)
+        return _resolve_preset(self)
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Ags":
@@ -73,7 +73,7 @@ class Ags(Section):
 
 
 @cache
-def _resolved(ags: Ags) -> "ResolvedAgs":  # a forecast asks for every configuration
+def _resolve_preset(ags: Ags) -> "ResolvedAgs":  # a forecast asks for every configuration
     return ResolvedAgs.model_validate({**AGS_PRESETS[ags.preset], **ags.model_dump(exclude_none=True)})
 
 
@@ -134,7 +134,7 @@ class Auto(Section):
         return self
 
 
-def divided(ags: Ags, train: "Train") -> Ags:
+def divide_section(ags: Ags, train: "Train") -> Ags:
     """Return the section ags of a job, fit for a model in shares: a factor for each tensor where nothing else is said.
 
     Raises:

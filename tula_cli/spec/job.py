@@ -17,13 +17,13 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
 from tula_cli.presets import DIVIDING
-from tula_cli.spec.ags import Ags, Auto, divided
+from tula_cli.spec.ags import Ags, Auto, divide_section
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.methods import DEFAULT_METHOD, REASON, describe_method
 from tula_cli.spec.old_keys import replace_old_keys
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
-from tula_cli.spec.schedules import ROUNDING, decayed_share, scheduled, warmup_factor
+from tula_cli.spec.schedules import ROUNDING, decayed_share, scheduled_lr, warmup_factor
 from tula_cli.spec.scripts import script as script_section
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.sections import (
@@ -164,7 +164,7 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _shares_suffice(self) -> "JobSpec":
         """Let factors be of tensors where the model is divided among the ranks; refuse what needs it whole."""
-        if (ags := divided(self.ags, self.train)) != self.ags:
+        if (ags := divide_section(self.ags, self.train)) != self.ags:
             object.__setattr__(self, "ags", ags)  # it is frozen
         return self
 
@@ -254,7 +254,7 @@ class JobSpec(Section):
             try:
                 currencies[name] = self.of_node_type(name).pricing.currency
             except ValidationError as error:
-                problems += [_under(item, "node_types", name) for item in error.errors()]
+                problems += [_move_under(item, "node_types", name) for item in error.errors()]
         if problems:
             raise ValidationError.from_exception_data("JobSpec", problems)
         if len(set(currencies.values())) > 1:
@@ -401,7 +401,7 @@ def _with_defaults(section: SectionType, defaults: Mapping[str, Any]) -> Section
     return type(section).model_construct(section.model_fields_set, **{**dict(section), **defaults})
 
 
-def _under(item: Any, *path: str) -> InitErrorDetails:
+def _move_under(item: Any, *path: str) -> InitErrorDetails:
     """Return a problem that pydantic found in a part, with the path of the whole."""
     kind = PydanticCustomError("value_error", "{why}", {"why": item["msg"].removeprefix("Value error, ")})
     problem_kind = kind if item["type"] == "value_error" else item["type"]
@@ -432,7 +432,7 @@ def reference_rate(spec: JobSpec, epoch: float) -> float:
     """
     warmup = warmup_epochs(spec)
     base = spec.optimizer.lr * (warmup_factor(epoch, warmup) if epoch < warmup else 1.0)
-    return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
+    return scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
 
 def max_decay_growth(spec: JobSpec) -> float:
@@ -556,7 +556,7 @@ def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
     return math.pow(kept, steps)
 
 
-def misfit(spec: JobSpec) -> str:
+def describe_misfit(spec: JobSpec) -> str:
     """Return why the job's method does not go with its optimizer; empty where it does, or where only loading it tells."""
     facts, name = spec.train.facts, spec.optimizer.name
     if facts.replaces and name not in facts.replaces:

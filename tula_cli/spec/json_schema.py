@@ -28,13 +28,13 @@ from tula_cli.version import __version__
 # The page of reference (docs/job-spec.md) and the JSON Schema are both made of them.
 
 
-def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+def walk_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Yield the sections inside a section with their paths, depth first; NAME stands for a name of the user's."""
     for name, hint in get_type_hints(section, include_extras=True).items():
         for inner in inner_sections(hint):
             below = f"{path}.{name}".lstrip(".") + (".NAME" if get_origin(hint) is dict else "")
             yield below, inner
-            yield from sections(inner, below)
+            yield from walk_sections(inner, below)
 
 
 def inner_sections(hint: Any) -> Iterator[type[Section]]:
@@ -46,7 +46,7 @@ def inner_sections(hint: Any) -> Iterator[type[Section]]:
 
 
 @cache
-def descriptions(section: type[Section]) -> dict[str, str]:
+def describe_keys(section: type[Section]) -> dict[str, str]:
     """Return the words of each key: the comment of its field, else the first line of the section that it holds.
 
     Args:
@@ -55,7 +55,7 @@ def descriptions(section: type[Section]) -> dict[str, str]:
     Raises:
         TulaError: this installation has no sources, and so no comments.
     """
-    comments = _comments(section)
+    comments = _field_comments(section)
     hints = get_type_hints(section, include_extras=True)
     return {name: comments.get(name) or _first_line(hints[name]) for name in section.model_fields}
 
@@ -64,7 +64,7 @@ def _first_line(hint: Any) -> str:
     return next((inspect.cleandoc(inner.__doc__ or "").splitlines()[0] for inner in inner_sections(hint)), "")
 
 
-def _comments(section: type[Section]) -> dict[str, str]:
+def _field_comments(section: type[Section]) -> dict[str, str]:
     """Return the comment of each field of a class: beside it, else on the lines above it."""
     try:
         source = textwrap.dedent(inspect.getsource(section))
@@ -119,10 +119,10 @@ def json_schema(kind: Kind) -> Schema:
     """
     made = JobSpec.model_json_schema(mode="validation", schema_generator=_TypedText)
     parts: Schema = made.pop("$defs")
-    classes: dict[str, type[Section]] = {section.__name__: section for _, section in sections(JobSpec)}
+    classes: dict[str, type[Section]] = {section.__name__: section for _, section in walk_sections(JobSpec)}
     for name, part in parts.items():
-        _described(part, classes[name])
-    _described(made, JobSpec)
+        _add_descriptions(part, classes[name])
+    _add_descriptions(made, JobSpec)
     for key in LAID_OVER:
         inside = parts["NodeType"]["properties"][key]
         parts["NodeType"]["properties"][key] = {
@@ -130,10 +130,10 @@ def json_schema(kind: Kind) -> Schema:
             "allOf": [{"$ref": f"#/$defs/{key.title()}"}],
         }
     required = made.pop("required")
-    for name in _merged(made if kind == "site" else _only(made, LAID_OVER), parts):
+    for name in _merge_sections(made if kind == "site" else _only_keys(made, LAID_OVER), parts):
         parts[name].pop("required", None)
     if kind == "job":
-        made |= _required(required, parts)
+        made |= _require_keys(required, parts)
     head = {
         "$schema": DIALECT,
         "$id": f"urn:tula:{kind}",
@@ -144,12 +144,12 @@ def json_schema(kind: Kind) -> Schema:
     return {**head, **{key: made[key] for key in made if key not in head}, "$defs": parts}
 
 
-def _described(part: Schema, section: type[Section]) -> None:
+def _add_descriptions(part: Schema, section: type[Section]) -> None:
     """Put the words of the keys in, and leave out what tells an editor nothing."""
-    words = descriptions(section)
+    words = describe_keys(section)
     part.pop("title", None)
     for name, schema in part["properties"].items():
-        _plain(schema)
+        _simplify_value(schema)
         if "$ref" in schema:  # beside it draft 7 reads nothing
             schema["allOf"] = [{"$ref": schema.pop("$ref")}]
         if isinstance(schema.get("default", {}), dict) or schema["default"] is None:
@@ -157,48 +157,48 @@ def _described(part: Schema, section: type[Section]) -> None:
         part["properties"][name] = {"description": words[name], **schema}
 
 
-def _plain(value: Any) -> None:
+def _simplify_value(value: Any) -> None:
     """Take pydantic's titles out of a value's schema, and let names that do not fit a pattern be refused."""
     if isinstance(value, list):
         for inner in value:
-            _plain(inner)
+            _simplify_value(inner)
     elif isinstance(value, dict):
         if isinstance(value.get("title"), str):
             del value["title"]
         if "patternProperties" in value:
             value["additionalProperties"] = False
         for inner in value.values():
-            _plain(inner)
+            _simplify_value(inner)
 
 
-def _only(root: Schema, keys: tuple[str, ...]) -> Schema:
+def _only_keys(root: Schema, keys: tuple[str, ...]) -> Schema:
     return {"properties": {key: root["properties"][key] for key in keys}}
 
 
-def _merged(root: Schema, parts: Schema) -> set[str]:
+def _merge_sections(root: Schema, parts: Schema) -> set[str]:
     """Return the sections that stand in `root` and are merged level by level: all but those in lists."""
     merged: set[str] = set()
     waiting = [root]
     while waiting:
-        for name in _named(waiting.pop()):
+        for name in _referenced_sections(waiting.pop()):
             if name not in merged:
                 merged.add(name)
                 waiting.append(parts[name])
     return merged
 
 
-def _named(value: Any) -> Iterator[str]:
+def _referenced_sections(value: Any) -> Iterator[str]:
     """Yield the sections that a schema refers to, but in lists."""
     for key, inner in value.items():
         if key == "$ref":
             yield inner.rpartition("/")[2]
         elif isinstance(inner, dict) and key != "items":
-            yield from _named(inner)
+            yield from _referenced_sections(inner)
         elif isinstance(inner, list):
-            yield from (name for item in inner if isinstance(item, dict) for name in _named(item))
+            yield from (name for item in inner if isinstance(item, dict) for name in _referenced_sections(item))
 
 
-def _required(names: list[str], parts: Schema) -> Schema:
+def _require_keys(names: list[str], parts: Schema) -> Schema:
     """Return what a job without a script has to say: of section train too."""
     of_train = {"properties": {"train": {"required": parts["Train"].pop("required")}}}
     script = {"required": ["script"], "properties": {"script": {"type": "object"}}}

@@ -34,7 +34,7 @@ def parse_size(value: object) -> object:
     else:
         size = value
     if isinstance(size, int | float) and not isinstance(size, bool) and size >= _MOST_MEMORY:
-        raise ValueError(f"{_short(value)} is more memory than any machine has; write it like 16GiB or 800MB")
+        raise ValueError(f"{_shorten_value(value)} is more memory than any machine has; write it like 16GiB or 800MB")
     if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < _LEAST_MEMORY:
         raise ValueError(f"{value!r} is {size:g} bytes; write the unit, like {size:g}GiB")
     return size
@@ -94,7 +94,7 @@ def plain_data(value: dict[str, Any]) -> dict[str, Any]:
         if depth > _DEEPEST or seen > _LARGEST:
             raise ValueError(f"more than {_DEEPEST} levels or {_LARGEST} values are no arguments; write them to a file")
         if isinstance(item, dict):
-            pending += [(f"{place}.{_key(place, key)}", inner, depth + 1) for key, inner in item.items()]
+            pending += [(f"{place}.{_check_key(place, key)}", inner, depth + 1) for key, inner in item.items()]
         elif isinstance(item, list):
             pending += [(f"{place}[{number}]", inner, depth + 1) for number, inner in enumerate(item)]
         elif isinstance(item, float) and not math.isfinite(item):
@@ -105,27 +105,27 @@ def plain_data(value: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{place[1:]} is a {type(item).__name__}; words, numbers, true, false and null are passed on"
             )
-    plain: dict[str, Any] = _plain(value)
+    plain: dict[str, Any] = _to_plain(value)
     return plain
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _to_plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_to_plain(inner) for inner in value]
     return int(value) if isinstance(value, TypedInt) else float(value) if isinstance(value, TypedFloat) else value
 
 
-def _key(place: str, key: object) -> str:
+def _check_key(place: str, key: object) -> str:
     if not isinstance(key, str):
         raise ValueError(
-            f"{place[1:] or 'a key'}: {_short(key)} is no word; quote it, for a key is always passed on as one"
+            f"{place[1:] or 'a key'}: {_shorten_value(key)} is no word; quote it, for a key is always passed on as one"
         )
     return key
 
 
-def _short(value: object) -> str:
+def _shorten_value(value: object) -> str:
     """Return a value as it may stand in a line."""
     try:
         text = repr(value)
@@ -134,7 +134,7 @@ def _short(value: object) -> str:
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."
 
 
-def word(value: str) -> str:
+def check_word(value: str) -> str:
     if not value:
         raise ValueError("an empty word is no part of a command")
     return value
@@ -152,7 +152,7 @@ def shell_words(value: str) -> str:
     return value
 
 
-def price(value: object) -> object:
+def check_price(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
         raise ValueError(
             f"a price must be above 0, got {value:g}; where nothing is paid leave the section out: cost is then counted"
@@ -161,7 +161,7 @@ def price(value: object) -> object:
     return value
 
 
-def day(value: str) -> str:
+def check_day(value: str) -> str:
     try:
         if value and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value):
             raise ValueError
@@ -187,7 +187,7 @@ _WRITTEN_MINUTES = {
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0), WithJsonSchema(_WRITTEN_SIZE)]  # bytes
 Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSchema(_WRITTEN_MINUTES)]
 Day = Annotated[
-    str, AfterValidator(day), WithJsonSchema({"type": "string", "pattern": r"^([0-9]{4}-[0-9]{2}-[0-9]{2})?$"})
+    str, AfterValidator(check_day), WithJsonSchema({"type": "string", "pattern": r"^([0-9]{4}-[0-9]{2}-[0-9]{2})?$"})
 ]
 Arguments = Annotated[dict[str, Any], AfterValidator(plain_data)]
 Line = Annotated[str, AfterValidator(one_line)]

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import merge_sources
-from tula_cli.spec.problems import merge_unions, problem
+from tula_cli.spec.problems import describe_problem, merge_unions
 from tula_cli.spec.yaml_text import Dumper
 
 
@@ -52,7 +52,7 @@ def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:
     try:
         return JobSpec.model_validate(content)
     except ValidationError as error:
-        problems = merge_unions([problem(item, of_script="script" in content) for item in error.errors()])
+        problems = merge_unions([describe_problem(item, of_script="script" in content) for item in error.errors()])
         count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise SpecError(f"{source} has {count}", problems=problems) from None
 

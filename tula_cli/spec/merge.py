@@ -79,7 +79,7 @@ def _assign(into: dict[str, Any], key: str, text: str, origins: dict[str, str], 
     into[last] = replace_old_keys(value, prefix=f"{key}.", source=source)
     for leaf in [known for known in origins if known == key or known.startswith(f"{key}.")]:
         del origins[leaf]
-    for leaf, _ in leaves(into[last], key):
+    for leaf, _ in flatten(into[last], key):
         origins[leaf] = source
 
 
@@ -93,14 +93,14 @@ def merge(
             merge(into[key], value, origins, source=source, prefix=f"{path}.")
         else:
             into[key] = value
-            for leaf, _ in leaves(value, path):
+            for leaf, _ in flatten(value, path):
                 origins[leaf] = source
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value of nested mappings with its key, `a.b.c`; a list is one value, and so is an empty mapping."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from leaves(inner, f"{path}.{key}" if path else key)
+            yield from flatten(inner, f"{path}.{key}" if path else key)
     else:
         yield path, value

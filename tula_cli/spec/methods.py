@@ -166,11 +166,11 @@ def describe_method(method: str, optimizer: str | None, default: str = "", setti
         settings: what it sets in the job besides, which takes the place of the advice; empty if nothing.
     """
     reason = f", the default because {default}" if default else ""
-    advice = settings or _advice(method, optimizer)
+    advice = settings or _advise(method, optimizer)
     return f"method {method}{reason}: {facts_of(method).summary}{f'. {advice} (docs/accuracy.md)' if advice else ''}"
 
 
-def _advice(method: str, optimizer: str | None) -> str:
+def _advise(method: str, optimizer: str | None) -> str:
     facts = facts_of(method)
     if optimizer is None:
         return "" if facts.orthogonalises else "If its optimizer is AdamW or Adam, compare train.method: ortho"

@@ -107,7 +107,7 @@ def replace_old_path(path: str, *, source: str) -> str:
     return current
 
 
-def advice(path: str) -> str:
+def advise_key(path: str) -> str:
     """Return what to do instead of a key that no longer exists, `a.b.c`; empty if there is no such advice for it."""
     table_path = _path_in_tables(path)
     if removed := REMOVED.get(table_path):

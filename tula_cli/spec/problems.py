@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
-from tula_cli.spec.old_keys import advice
+from tula_cli.spec.old_keys import advise_key
 from tula_cli.spec.resources import NodeType
 from tula_cli.spec.sections import REMOVED_STRATEGIES
 
@@ -51,7 +51,7 @@ _WANTED: Mapping[str, str] = {
 """Descriptions of the type that a key wants, for a value of another type."""
 
 
-def problem(item: Any, *, of_script: bool = False) -> Problem:
+def describe_problem(item: Any, *, of_script: bool = False) -> Problem:
     """Return one error of pydantic in words.
 
     Args:
@@ -60,14 +60,14 @@ def problem(item: Any, *, of_script: bool = False) -> Problem:
     """
     path = _readable_path(item["loc"])
     if item["type"] == "extra_forbidden":
-        if hint := advice(re.sub(r"\[\d+\]", "", path)):
+        if hint := advise_key(re.sub(r"\[\d+\]", "", path)):
             return Problem(path, "no such key any more", hint)
         return Problem(
-            path, "no such key", _hint(str(item["loc"][-1]), _names_at(item["loc"][:-1]), of_script=of_script)
+            path, "no such key", _suggest_key(str(item["loc"][-1]), _keys_at(item["loc"][:-1]), of_script=of_script)
         )
     if item["type"] == "missing":
         return Problem(path, "is required")
-    message = _wanted(item)
+    message = _describe_expected(item)
     if (
         item["type"] == "literal_error"
         and path.endswith("search.strategy")
@@ -87,7 +87,7 @@ def problem(item: Any, *, of_script: bool = False) -> Problem:
     return Problem(path, message[:1].lower() + message[1:] + shown, _hint_of_name(item))
 
 
-def _hint(key: str, names: list[str], *, of_script: bool) -> str:
+def _suggest_key(key: str, names: list[str], *, of_script: bool) -> str:
     """Return what may have been meant by an unknown key: one of the same section, or of another."""
     if close := difflib.get_close_matches(key, names, n=1, cutoff=0.8):
         return f"did you mean {close[0]}?"
@@ -120,7 +120,7 @@ def _rank(path: str) -> tuple[bool, int]:
 
 def _hint_of_name(item: Any) -> str:
     """Return the key that a name belongs to which was given in place of its section (`model: resnet18`)."""
-    names = _names_at(item["loc"]) if isinstance(item["input"], str) else []
+    names = _keys_at(item["loc"]) if isinstance(item["input"], str) else []
     key = next((key for key in ("name", "kind", "method") if key in names), None)
     return f"did you mean {_readable_path(item['loc'])}.{key}={item['input']}?" if key else ""
 
@@ -139,11 +139,11 @@ def _paths_of_keys() -> dict[str, list[str]]:
     return paths
 
 
-def _wanted(item: Any) -> str:
+def _describe_expected(item: Any) -> str:
     """Say what was expected; of a section also which keys it has."""
     if item["type"] not in _WANTED:
         return str(item["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
-    names = _names_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
+    names = _keys_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
     return _WANTED[item["type"]] + (f" of its own (with {', '.join(names)})" if names else "")
 
 
@@ -180,7 +180,7 @@ def _readable_path(location: tuple[Any, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".") or "the spec"
 
 
-def _names_at(location: tuple[Any, ...]) -> list[str]:
+def _keys_at(location: tuple[Any, ...]) -> list[str]:
     """Return the keys that the section at `location` knows."""
     section: type[Section] | None = JobSpec
     if len(location) > 1 and location[0] == "node_types":

@@ -19,7 +19,7 @@ from tula_cli.spec.kinds import (
     Section,
     Size,
 )
-from tula_cli.spec.kinds import price as no_free_price
+from tula_cli.spec.kinds import check_price as no_free_price
 from tula_cli.spec.slurm_options import Slurm
 
 KINDS = ("local", "slurm")

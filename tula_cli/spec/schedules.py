@@ -22,7 +22,7 @@ def warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:
     return start + (1 - start) * epoch / warmup
 
 
-def scheduled(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
+def scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
     """Return the learning rate without warm-up.
 
     Args:
@@ -58,7 +58,7 @@ def decayed_share(schedule: Schedule, base: float, *, epoch: float, warmup: floa
     rises_until = schedule.peak * epochs if schedule.kind == "one-cycle" else warmup
     if epoch < rises_until:
         return 1.0
-    return min(1.0, scheduled(schedule, base, epoch=epoch, warmup=warmup, epochs=epochs) / base)
+    return min(1.0, scheduled_lr(schedule, base, epoch=epoch, warmup=warmup, epochs=epochs) / base)
 
 
 def _cosine(start: float, end: float, share: float) -> float:

@@ -194,13 +194,13 @@ class Dataset(Section):
     @model_validator(mode="after")
     def _own_parts_are_import_strings(self) -> "Dataset":
         for key in OWN_PARTS:
-            named(getattr(self, key), key)
+            import_string_of(getattr(self, key), key)
         return self
 
     @property
     def own_parts(self) -> tuple[str, ...]:
         """The import strings beside its name."""
-        names = (named(getattr(self, key), key) for key in OWN_PARTS)
+        names = (import_string_of(getattr(self, key), key) for key in OWN_PARTS)
         return tuple(name for name in names if name)
 
 
@@ -208,7 +208,7 @@ OWN_PARTS = ("collate_fn", "sampler")
 """Keys of section dataset that are import strings, alone or with arguments."""
 
 
-def named(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
+def import_string_of(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
     """Return the import string of an entry that may have arguments.
 
     Raises:
@@ -384,7 +384,7 @@ class Train(Section):
         for name, entry in self.metrics.items():
             if name in _RESERVED:
                 raise ValueError(f"metrics.{name}: the name is taken")
-            named(entry, f"metrics.{name}")
+            import_string_of(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)
         stopping = self.early_stopping
         requested = {
@@ -419,7 +419,7 @@ class Train(Section):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The import strings of the metrics."""
-        return tuple(name for entry in self.metrics.values() if (name := named(entry, "metrics")))
+        return tuple(name for entry in self.metrics.values() if (name := import_string_of(entry, "metrics")))
 
     @model_validator(mode="after")
     def _scaling_fits_the_method(self) -> "Train":

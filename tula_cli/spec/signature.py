@@ -23,7 +23,7 @@ REMOVED_FROM_ARMS: dict[str, Any] = {"warmup_epochs": 0.0, "ags": None}
 """Keys that older versions had, with the values that tula now always uses: digests have them, so that older runs keep their names."""
 
 
-def signature(spec: JobSpec, code: str = "") -> str:
+def measurement_signature(spec: JobSpec, code: str = "") -> str:
     """Return 8 hex digits over what a measurement depends on: another price keeps the probes, another model does not.
 
     Args:
@@ -31,7 +31,7 @@ def signature(spec: JobSpec, code: str = "") -> str:
         code: digest of the user's own code that the spec names; empty for none.
     """
     cluster = spec.cluster
-    parts: dict[str, Any] = _own_loop(spec) if spec.script is None else _script(spec, spec.script)
+    parts: dict[str, Any] = _loop_fields(spec) if spec.script is None else _script_fields(spec, spec.script)
     parts["cluster"] = cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"})
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "node_types": True}
@@ -40,30 +40,30 @@ def signature(spec: JobSpec, code: str = "") -> str:
     return digest({**parts, "code": code} if code else parts)
 
 
-def _own_loop(spec: JobSpec) -> dict[str, Any]:
+def _loop_fields(spec: JobSpec) -> dict[str, Any]:
     train = spec.train
     return {
-        "model": _model(spec),
-        "dataset": _dataset(spec),
+        "model": _model_fields(spec),
+        "dataset": _dataset_fields(spec),
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
-        "optimizer": _optimizer(spec, {"lr", "weight_decay", "beta2_half_life"}),
+        "optimizer": _optimizer_fields(spec, {"lr", "weight_decay", "beta2_half_life"}),
         "train": train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
                 "ghost_batch",
             }
-        ) | _computing(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
-        "ags": _ags(spec.ags, {"granularity", "b_small", "source", "apply_to", *_steps_refresh(spec)}),
+        ) | _computing_fields(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
+        "ags": _ags_fields(spec.ags, {"granularity", "b_small", "source", "apply_to", *_steps_refresh(spec)}),
     }  # fmt: skip
 
 
-def _script(spec: JobSpec, script: Script) -> dict[str, Any]:
+def _script_fields(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return what a step of a script depends on. What it is told of its learning rate and its length changes none."""
     settings = script.model_dump(include={"command", "launch", "samples", "probe"})
     parts = {"script": settings, "train": spec.train.model_dump(include={"accumulate", "workers"})}
     scaled = {"granularity", "source", "apply_to", *_steps_refresh(spec)}
-    return {**parts, "ags": _ags(spec.ags, scaled)} if spec.train.facts.scales else parts
+    return {**parts, "ags": _ags_fields(spec.ags, scaled)} if spec.train.facts.scales else parts
 
 
 def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
@@ -80,15 +80,15 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts = spec.model_dump(
         include={"transforms", "loss"},
     )
-    parts["model"], parts["optimizer"] = _model(spec), _optimizer(spec)
+    parts["model"], parts["optimizer"] = _model_fields(spec), _optimizer_fields(spec)
     if (beta1 := default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
     new = {"peak", "args", "decay_from"}
     later = spec.schedule.model_dump(include=new, exclude_defaults=True)
     parts["schedule"] = spec.schedule.model_dump(exclude=new) | later
-    parts["dataset"] = _dataset(spec)
+    parts["dataset"] = _dataset_fields(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
-    parts["ags"] = _ags(acts, set(ResolvedAgs.model_fields) - {"preset"})
+    parts["ags"] = _ags_fields(acts, set(ResolvedAgs.model_fields) - {"preset"})
     parts["train"] = (
         spec.train.model_dump(
             exclude={
@@ -104,7 +104,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
                 *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
             }
         )
-        | _computing(spec.train, {"tf32"})
+        | _computing_fields(spec.train, {"tf32"})
         | _lr_limit(spec, batch)
     )
     if (stopping := spec.train.early_stopping) is not None:  # `until` was its name
@@ -181,25 +181,25 @@ def cluster_signature(cluster: Cluster) -> str:
     return digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": options, **scheduler})
 
 
-def _dataset(spec: JobSpec) -> dict[str, Any]:
+def _dataset_fields(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained on; the parts that came later count where they are given, so that older runs keep their names."""
     later = {key for key in LATER if getattr(spec.dataset, key) == type(spec.dataset).model_fields[key].default}
     return spec.dataset.model_dump(exclude={"download", "test", *later})
 
 
-def _model(spec: JobSpec) -> dict[str, Any]:
+def _model_fields(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained; what came later counts where it is given. The file of weights counts by its digest."""
     settings = spec.model.model_dump(exclude={"weights", "strict", "frozen"})
     return settings | spec.model.model_dump(include={"strict", "frozen"}, exclude_defaults=True)
 
 
-def _optimizer(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:
+def _optimizer_fields(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:
     """Return the optimizer; what came later counts where it is given, so that older runs keep their names."""
     later = {"groups": spec.optimizer.groups, "beta2_half_life": spec.optimizer.beta2_half_life}
     return spec.optimizer.model_dump(exclude={*without, *(name for name, given in later.items() if not given)})
 
 
-def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
+def _computing_fields(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
     """Return those of the settings that are not the default."""
     return train.model_dump(include=set(names), exclude_defaults=True)
 
@@ -216,7 +216,7 @@ def _steps_refresh(spec: JobSpec) -> set[str]:
     return {"refresh"} if spec.ags.resolved().each_step else set()
 
 
-def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
+def _ags_fields(ags: Ags, names: set[str]) -> dict[str, Any]:
     """Return settings; what came later counts where it is given, so that older runs keep their names."""
     return ags.resolved().model_dump(include=names - _later_ags(ags)) | REMOVED_FROM_AGS
 

@@ -8,17 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tula_cli.spec.kinds import (
-    Command,
-    Line,
-    Minutes,
-    Positive,
-    PositiveFloat,
-    Section,
-    as_typed,
-    one_line,
-    word,
-)
+from tula_cli.spec.kinds import Command, Line, Minutes, Positive, PositiveFloat, Section, as_typed, check_word, one_line
 
 _SBATCH_SETTINGS = {
     "job-name": "name",
@@ -51,7 +41,7 @@ _RANK_VARIABLES = frozenset({
 })  # fmt: skip
 
 
-def option(name: str) -> str:
+def option_name(name: str) -> str:
     """Return an option of sbatch or srun as it is written on a command line, without its dashes."""
     return name.replace("_", "-")
 
@@ -63,17 +53,17 @@ def _an_option(name: str) -> str:
 
 
 def _sbatch_option(name: str) -> str:
-    if setting := _SBATCH_SETTINGS.get(option(_an_option(name))):
+    if setting := _SBATCH_SETTINGS.get(option_name(_an_option(name))):
         raise ValueError(f"{name!r} has a setting of its own: {setting}")
-    if option(name) in _SBATCH_OURS:
+    if option_name(name) in _SBATCH_OURS:
         raise ValueError(f"{name!r} is what tula itself tells sbatch; leave it out")
     return name
 
 
 def _srun_option(name: str) -> str:
-    if option(_an_option(name)) == "cpus-per-task":
+    if option_name(_an_option(name)) == "cpus-per-task":
         raise ValueError(f"{name!r} has a setting of its own: cluster.slurm.cpus_per_task")
-    if option(name) in _SRUN_OURS:
+    if option_name(name) in _SRUN_OURS:
         raise ValueError(f"{name!r} is what tula itself tells srun; leave it out")
     return name
 
@@ -90,7 +80,7 @@ def _gpu_type(value: str) -> str:
     return value
 
 
-def _variable(name: str) -> str:
+def _check_variable(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ValueError(f"{name!r} is not the name of an environment variable")
     if name in _RANK_VARIABLES:
@@ -133,7 +123,7 @@ class WallTime(Section):
     hours: PositiveFloat  # that a job of theirs may last
 
 
-def _ascending(bins: list[WallTime]) -> list[WallTime]:
+def _sort_bins(bins: list[WallTime]) -> list[WallTime]:
     nodes = [each.nodes for each in bins]
     if len(set(nodes)) < len(nodes):
         raise ValueError(f"two bins are of the same number of nodes: {nodes}")
@@ -157,15 +147,15 @@ class Slurm(Section):
     gpu_type: Annotated[Line, AfterValidator(_gpu_type)] | None = None  # as the site calls it: a100
     exclusive: bool = True  # whole nodes: neighbours would spoil the times
     # the site's bins of wall time, for its site.yaml: [{nodes: 91, hours: 2}, {nodes: 183, hours: 6}]; [] is none
-    limits: Annotated[list[WallTime], AfterValidator(_ascending)] = []
+    limits: Annotated[list[WallTime], AfterValidator(_sort_bins)] = []
     extra: dict[Annotated[str, AfterValidator(_sbatch_option)], OptionValue] = {}  # any other option of sbatch
     srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
     setup: list[str] | Line | None = None  # shell lines before the job, or a file of them; null: the site's, if any
     # variables, exported after the set-up; null leaves one out
-    environment: dict[Annotated[str, AfterValidator(_variable)], str | None] = {}
+    environment: dict[Annotated[str, AfterValidator(_check_variable)], str | None] = {}
     python: Command | None = None  # how python is started in the job: a command of the shell
     # words before the command of every rank, or a script (a file) around it; null: the site's, if any
-    wrapper: list[Annotated[Line, AfterValidator(word)]] | Line | None = None
+    wrapper: list[Annotated[Line, AfterValidator(check_word)]] | Line | None = None
 
     def longest(self, nodes: int) -> float:
         """Return the minutes that the site's bins let a job of so many nodes run; 0 where none allows so many nodes."""
@@ -205,15 +195,15 @@ def _unfit_gpus(slurm: Slurm) -> _Unfit:
     for name, value in slurm.extra.items():
         # Other resources than GPUs have no other way in than gres.
         if (
-            option(name) in _GPU_OPTIONS
+            option_name(name) in _GPU_OPTIONS
             and value not in (*_NOTHING, "0")
-            and (option(name) != "gres" or "gpu" in str(value))
+            and (option_name(name) != "gres" or "gpu" in str(value))
         ):
             yield ("extra", name), "asks for GPUs a second time: gpus and gpu_type say how, or set gpus: none"
 
 
 def _unfit_options(slurm: Slurm) -> _Unfit:
-    given = [option(name) for name, value in slurm.extra.items() if value]
+    given = [option_name(name) for name, value in slurm.extra.items() if value]
     for name in ("mem-per-cpu", "mem-per-gpu"):
         if name in given and slurm.memory:
             yield ("extra", name), f"and memory ({slurm.memory}) exclude each other"

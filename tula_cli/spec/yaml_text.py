@@ -126,12 +126,12 @@ def parse_yaml(text: str, *, source: str) -> Any:
         content = yaml.load(text, Loader=_FastLoader) if yaml.__with_libyaml__ else None
     if content is None:
         content = _parse_in_python(text, source=source)
-    if _depth(content) > _DEEPEST:
+    if _nesting_depth(content) > _DEEPEST:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
     return content
 
 
-def _depth(content: Any) -> int:
+def _nesting_depth(content: Any) -> int:
     """Return how deep a value is nested, at most one more than is allowed; an anchor inside itself is without end."""
     level, depth = [content], 0
     while level and depth <= _DEEPEST:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.tres import billing, parse_flags, parse_tres, parse_weights, whole
+from tula_cli.models.tres import compute_billing, parse_flags, parse_tres, parse_weights, truncate_billing
 
 NAMES = ("cpu", "mem", "node", "gres/gpu", "gres/gpu:a100", "license/x", "bb/scratch")
 AMOUNTS = st.floats(0, 1e6, allow_nan=False)
@@ -53,16 +53,16 @@ def test_priority_flags_say_how_it_is_added_up(flags, count):
 def test_the_largest_of_a_node_and_the_sum_of_the_rest(count, told):
     tres = {"cpu": 4.0, "mem": 3000.0, "gres/gpu": 4.0, "license/x": 1.0}
     weights = {"cpu": 1.0, "mem": 0.001, "gres/gpu": 2.5, "license/x": 7.0}
-    assert billing(tres, weights, count) == pytest.approx(told)
+    assert compute_billing(tres, weights, count) == pytest.approx(told)
 
 
 def test_without_weights_it_is_the_cpus():
-    assert billing({"cpu": 64.0, "mem": 1e6}, {}, "max") == 64.0
+    assert compute_billing({"cpu": 64.0, "mem": 1e6}, {}, "max") == 64.0
 
 
 @given(COUNTS, WEIGHTS)
 def test_the_sum_is_most_and_the_largest_is_least(tres, weights):
-    total, largest, with_gres = (billing(tres, weights, count) for count in ("sum", "max", "max_gres"))
+    total, largest, with_gres = (compute_billing(tres, weights, count) for count in ("sum", "max", "max_gres"))
     assert largest <= with_gres * (1 + 1e-9)
     assert with_gres <= total * (1 + 1e-9)
 
@@ -70,19 +70,19 @@ def test_the_sum_is_most_and_the_largest_is_least(tres, weights):
 @given(COUNTS, WEIGHTS, st.integers(1, 4096), st.sampled_from(["sum", "max", "max_gres"]))
 def test_nodes_that_are_alike_are_billed_alike(tres, weights, nodes, count):
     of_all = {name: nodes * value for name, value in tres.items()}
-    assert billing(of_all, weights, count) == pytest.approx(nodes * billing(tres, weights, count))
+    assert compute_billing(of_all, weights, count) == pytest.approx(nodes * compute_billing(tres, weights, count))
 
 
 @given(COUNTS, WEIGHTS, st.sampled_from(["sum", "max", "max_gres"]), st.sampled_from(NAMES))
 def test_more_of_anything_is_never_cheaper(tres, weights, count, name):
     more = {**tres, name: tres[name] + 1}
-    assert billing(more, weights, count) >= billing(tres, weights, count)
+    assert compute_billing(more, weights, count) >= compute_billing(tres, weights, count)
 
 
 @given(st.integers(1, 10**5), st.integers(1, 1000))
 def test_whole_numbers_stay_what_they_are_through_the_noise_of_floats(count, parts):
-    assert whole(count / parts * parts) == count
+    assert truncate_billing(count / parts * parts) == count
 
 
 def test_digits_are_cut_off():
-    assert [whole(value) for value in (0.3, 1.2, 2.5, 2.9999999999999996)] == [0, 1, 2, 3]
+    assert [truncate_billing(value) for value in (0.3, 1.2, 2.5, 2.9999999999999996)] == [0, 1, 2, 3]

@@ -1,16 +1,16 @@
 import numpy as np
 
-from tula_cli.models.choice.columns import apart, by_value, nearest
+from tula_cli.models.choice.columns import by_value, compute_ratios, find_nearest
 
 
 def test_of_equally_near_ones_the_next_distance_decides_then_the_order() -> None:
     far = np.array([[1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5.0, 4.0, 6.0]])
     further = np.array([[9.0, 0.0, 8.0], [1.0, 1.0, 2.0], [0.0, 9.0, 0.0]])
-    assert nearest(far, further).tolist() == [2, 0, 1]
+    assert find_nearest(far, further).tolist() == [2, 0, 1]
 
 
 def test_half_is_as_near_as_double() -> None:
-    assert apart([3, 6, 12], np.array([6, 9])).tolist() == [[2.0, 1.0, 2.0], [3.0, 1.5, 12 / 9]]
+    assert compute_ratios([3, 6, 12], np.array([6, 9])).tolist() == [[2.0, 1.0, 2.0], [3.0, 1.5, 12 / 9]]
 
 
 def test_a_value_is_asked_for_once() -> None:

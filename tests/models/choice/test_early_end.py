@@ -5,7 +5,7 @@ from typing import Any
 import make_runs as make
 import pytest
 
-from tula_cli.models.choice.early_stopping import end_of, shortened, tells
+from tula_cli.models.choice.early_stopping import end_of, has_metrics, shorten_prediction
 from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.sections import Train
 
@@ -35,21 +35,21 @@ def train(**until: Any) -> Train:
     ],
 )
 def test_the_rows_of_a_training_tell_where_it_would_have_ended(until: Any, found: Any, epoch: int | None) -> None:
-    assert tells(found, train(**until))
+    assert has_metrics(found, train(**until))
     assert end_of(found, train(**until)) == epoch
 
 
 def test_rows_without_the_metric_tell_nothing() -> None:
     asked = train(metric="f1", at_least=0.3)
-    assert not tells(rows(50, 60), asked) and not tells([], asked)
-    assert not tells([{**row, "top1": None} for row in rows(50, 60)], train(metric="top1", at_least=0.7))
+    assert not has_metrics(rows(50, 60), asked) and not has_metrics([], asked)
+    assert not has_metrics([{**row, "top1": None} for row in rows(50, 60)], train(metric="top1", at_least=0.7))
 
 
 def test_the_prediction_of_some_epochs_keeps_starts_and_ends_whole() -> None:
     parts = TimeParts(steps=800.0, data=100.0, evaluation=100.0, checkpoints=60.0, branches=20.0, rest=20.0)
     whole = make.prediction(1, 64, hours=1000 / 3600, hours_low=None, hours_high=1.0, cost=4.0, kwh=2.0, parts=parts)
-    found = shortened(whole, epochs=1, of=4)
+    found = shorten_prediction(whole, epochs=1, of=4)
     assert found.parts == TimeParts(steps=200.0, data=25.0, evaluation=25.0, checkpoints=15.0, branches=20.0, rest=20.0)
     assert found.hours == pytest.approx(280 / 3600) and found.hours_low is None
     assert (found.hours_high, found.cost, found.kwh) == pytest.approx((0.28, 1.12, 0.56))
-    assert shortened(whole.model_copy(update={"parts": None}), epochs=1, of=4).cost == 1.0
+    assert shorten_prediction(whole.model_copy(update={"parts": None}), epochs=1, of=4).cost == 1.0

@@ -4,32 +4,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tula_cli.models.choice.grid import Config, batches, candidates
+from tula_cli.models.choice.grid import Config, list_batches, list_candidates
 
 
 def test_batches_double_up_to_the_maximum():
-    assert batches(32, 300) == [32, 64, 128, 256]
-    assert batches(32, 256)[-1] == 256
-    assert batches(32, 31) == []
+    assert list_batches(32, 300) == [32, 64, 128, 256]
+    assert list_batches(32, 256)[-1] == 256
+    assert list_batches(32, 31) == []
 
 
 def test_candidates_are_ordered_and_divide_among_the_gpus():
-    found = candidates([4, 1], gpus_per_node=2, min_batch=4, max_batch=16)
+    found = list_candidates([4, 1], gpus_per_node=2, min_batch=4, max_batch=16)
     assert found == [Config(1, 4), Config(1, 8), Config(1, 16), Config(4, 8), Config(4, 16)]
 
 
 def test_memory_bounds_the_local_batch():
-    found = candidates([1, 2], gpus_per_node=1, min_batch=32, max_batch=256, max_local_batch=64)
+    found = list_candidates([1, 2], gpus_per_node=1, min_batch=32, max_batch=256, max_local_batch=64)
     assert found == [Config(1, 32), Config(1, 64), Config(2, 32), Config(2, 64), Config(2, 128)]
 
 
 def test_local_batch_divides_by_the_accumulation():
-    found = candidates([2], gpus_per_node=1, min_batch=6, max_batch=48, accumulate=4)
+    found = list_candidates([2], gpus_per_node=1, min_batch=6, max_batch=48, accumulate=4)
     assert found == [Config(2, 24), Config(2, 48)]
 
 
 def test_node_count_given_twice_counts_once():
-    assert len(candidates([2, 2], gpus_per_node=1, min_batch=32, max_batch=32)) == 1
+    assert len(list_candidates([2, 2], gpus_per_node=1, min_batch=32, max_batch=32)) == 1
 
 
 positive = st.integers(1, 40)
@@ -44,7 +44,7 @@ positive = st.integers(1, 40)
     accumulate=st.integers(1, 4),
 )
 def test_every_candidate_is_within_all_bounds(nodes, gpus, minimum, maximum, local, accumulate):
-    found = candidates(
+    found = list_candidates(
         nodes, gpus_per_node=gpus, min_batch=minimum, max_batch=maximum, max_local_batch=local, accumulate=accumulate
     )
     assert found == sorted(set(found))
@@ -58,7 +58,7 @@ def test_every_candidate_is_within_all_bounds(nodes, gpus, minimum, maximum, loc
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_no_feasible_candidate_is_left_out(gpus):
-    found = candidates([1, 2, 3], gpus_per_node=gpus, min_batch=12, max_batch=96)
+    found = list_candidates([1, 2, 3], gpus_per_node=gpus, min_batch=12, max_batch=96)
     expected = {
         Config(nodes, batch) for nodes in (1, 2, 3) for batch in (12, 24, 48, 96) if batch % (nodes * gpus) == 0
     }

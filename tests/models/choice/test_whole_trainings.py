@@ -8,7 +8,7 @@ import pytest
 from make_results import MIB, Truth, of_a_script, out_of_memory, probe_all, spec
 
 from tula_cli.models import cost, forecast
-from tula_cli.models.choice.columns import configs
+from tula_cli.models.choice.columns import to_configs
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.run.records.probes import Overheads
@@ -47,7 +47,7 @@ def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) 
     table = found.table(*found.known_candidates())
     assert len(table) > 10 and table.measured.any() and not table.measured.all()
     spot = {Config(row.nodes, row.batch): row for row in found.trainings.on_spot(table).records()}
-    for config, row in zip(configs(*found.known_candidates()), table.records(), strict=True):
+    for config, row in zip(to_configs(*found.known_candidates()), table.records(), strict=True):
         alone = found.predict(config)
         assert same(row, alone)
         there = found.on_spot(alone)
@@ -116,8 +116,8 @@ def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> Non
     told = {config: (found.why_not(config), found.why_unknown(config)) for config in candidates}
     nodes = [1, 2, 4, 8, 16, 64, 128, 256]
     assert found.feasible(nodes) == [config for config, (why, _) in told.items() if not why]
-    assert configs(*found.known_candidates(nodes)) == [config for config, whys in told.items() if not any(whys)]
-    assert configs(*found.unknown_candidates(nodes)) == [
+    assert to_configs(*found.known_candidates(nodes)) == [config for config, whys in told.items() if not any(whys)]
+    assert to_configs(*found.unknown_candidates(nodes)) == [
         config for config, (why, other) in told.items() if not why and other
     ]
     assert 0 < len(found.known_candidates(nodes)[0]) < len(found.feasible(nodes)) < len(candidates)
@@ -134,4 +134,4 @@ def test_a_script_that_tells_little_has_a_table_too() -> None:
     found = Forecast.from_results(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
     table = found.table(*found.known_candidates())
     assert np.isfinite(table.hours).all() and np.isnan(table.kwh).all()
-    assert same(table.record(3), found.predict(configs(*found.known_candidates())[3]))
+    assert same(table.record(3), found.predict(to_configs(*found.known_candidates())[3]))

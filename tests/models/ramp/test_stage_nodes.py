@@ -26,7 +26,7 @@ from tula_cli.models.ramp.stage_nodes import (
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.signature import measurement_signature, train_signature
 
 STAGES = ({1: 100.0, 2: 60.0, 4: 50.0}, {4: 200.0})
 """Seconds of two stages: four nodes halve what one takes of the first."""
@@ -240,7 +240,7 @@ def test_a_training_begins_on_the_nodes_of_its_first_stage_by_what_was_predicted
 def test_jobs_without_the_option_keep_their_names() -> None:
     one = job(ramp=[{"epochs": 1, "batch": 32}])
     other = job(ramp=[{"epochs": 1, "batch": 32, "nodes": 1}])
-    assert signature(one) == signature(other) == signature(job(ramp_nodes="auto"))
+    assert measurement_signature(one) == measurement_signature(other) == measurement_signature(job(ramp_nodes="auto"))
     names = [train_signature(subject, nodes=8, batch=256) for subject in (one, other, job(), job(ramp_nodes="auto"))]
     assert len({*names}) == 4
     assert names[0] == "5e0916bd" and names[2] == "78cc7d11"

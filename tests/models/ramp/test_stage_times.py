@@ -3,7 +3,7 @@
 import pytest
 from make_results import Truth, probe_all, spec
 
-from tula_cli.models.choice.early_stopping import share_left, shortened
+from tula_cli.models.choice.early_stopping import share_left, shorten_prediction
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise, epochs_equivalent, equivalent_constant_noise, same_progress
@@ -42,11 +42,11 @@ def test_a_training_takes_the_sum_over_its_stages() -> None:
 
 def test_a_training_that_ends_early_has_taken_its_stages_whole() -> None:
     whole = forecast("auto").predict(Config(2, 256))
-    short = shortened(whole, epochs=5, of=10)
+    short = shorten_prediction(whole, epochs=5, of=10)
     assert short.parts is not None and whole.parts is not None
     stages = sum(stage.steps * stage.step_time for stage in whole.stages)
     assert short.parts.steps == pytest.approx(stages + (25 + 3 * 50) * whole.step_time, rel=0.01)
-    assert shortened(whole, epochs=10, of=10).hours == pytest.approx(whole.hours)
+    assert shorten_prediction(whole, epochs=10, of=10).hours == pytest.approx(whole.hours)
 
 
 def test_epochs_that_are_not_trained_take_nothing() -> None:

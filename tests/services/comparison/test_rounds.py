@@ -485,7 +485,7 @@ LONG = {"epochs": 40}
 def test_a_short_training_has_a_schedule_of_its_length(changes: dict[str, Any], path: str, expected: Any) -> None:
     base = {**SPEC, "train": {**SPEC["train"], **LONG}}
     spec = make.spec(**{**base, **{name: {**base.get(name, {}), **part} for name, part in changes.items()}})
-    value: Any = rounds.shorten(spec, rounds.get_short_epochs(spec))
+    value: Any = rounds.shorten_job(spec, rounds.get_short_epochs(spec))
     for name in path.split("."):
         value = getattr(value, name)
     if path == "train.ramp" and isinstance(value, list):
@@ -522,7 +522,7 @@ def test_a_script_is_shortened_if_its_command_takes_the_length(
     )
     assert rounds.get_short_epochs(spec) == short
     if short < spec.train.epochs:
-        made = rounds.shorten(spec, short)
+        made = rounds.shorten_job(spec, short)
         assert made.script is not None and made.script.length.epochs == made.train.epochs == short
 
 

@@ -21,7 +21,7 @@ from tula_cli.services.events import EvaluationPlanned, Note, follow
 from tula_cli.services.status import job_progress
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.signature import measurement_signature, train_signature
 
 DETACHED = WaitPolicy(wait=False)
 OWN_TEST = {"name": "digits", "test": {"name": "mine:Digits"}}
@@ -151,7 +151,7 @@ def test_another_code_behind_the_test_set_is_evaluated_anew(run: RunDir, tmp_pat
 
 def test_a_test_set_names_neither_run_nor_training() -> None:
     plain, own = make.spec(), make.spec(dataset=OWN_TEST)
-    assert signature(plain) == signature(own)
+    assert measurement_signature(plain) == measurement_signature(own)
     assert train_signature(plain, nodes=1, batch=8) == train_signature(own, nodes=1, batch=8)
 
 

@@ -32,7 +32,7 @@ from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting import export as service
-from tula_cli.services.exporting.export import Exported, asked, export
+from tula_cli.services.exporting.export import Exported, export, requested_trackers
 from tula_cli.services.status import run_status
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Export
@@ -418,10 +418,13 @@ def with_exports(**changes: Any) -> JobSpec:
 
 
 def test_trackers_are_those_named_else_those_of_the_job() -> None:
-    assert [one.to for one in asked(with_exports(), [], uri=None, project=None)] == ["tensorboard", "mlflow"]
-    assert [one.to for one in asked(with_exports(), [], uri=None, project=None, by="job")] == ["mlflow"]
-    assert [one.to for one in asked(with_exports(), ["wandb"], uri="x", project="p")] == ["wandb"]
-    assert asked(toy_spec(), [], uri=None, project=None, by="command") == ()
+    assert [one.to for one in requested_trackers(with_exports(), [], uri=None, project=None)] == [
+        "tensorboard",
+        "mlflow",
+    ]
+    assert [one.to for one in requested_trackers(with_exports(), [], uri=None, project=None, by="job")] == ["mlflow"]
+    assert [one.to for one in requested_trackers(with_exports(), ["wandb"], uri="x", project="p")] == ["wandb"]
+    assert requested_trackers(toy_spec(), [], uri=None, project=None, by="command") == ()
 
 
 @pytest.mark.parametrize(
@@ -438,7 +441,7 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
 )
 def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        asked(toy_spec(), to, uri=uri, project=None)
+        requested_trackers(toy_spec(), to, uri=uri, project=None)
 
 
 def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None:

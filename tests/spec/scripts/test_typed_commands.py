@@ -14,7 +14,7 @@ from tula_cli.services.init import job_from_command
 from tula_cli.spec.load import validate
 from tula_cli.spec.scripts.launchers import Known, Unknown
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, render
-from tula_cli.spec.scripts.recognition import recognise
+from tula_cli.spec.scripts.recognition import recognise_line
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROWS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parents[2] / "fixtures/commands/typed.yaml").read_text())
@@ -24,7 +24,7 @@ REFUSED = [row for row in ROWS if "refused" in row]
 
 @pytest.mark.parametrize("row", READ, ids=lambda row: row["command"][:60])
 def test_a_command_is_understood(row: dict[str, Any]) -> None:
-    found = recognise(row["command"])
+    found = recognise_line(row["command"])
     told = {
         "launch": found.script["launch"],
         "per_node": found.gpus_per_node or 1,
@@ -46,7 +46,7 @@ def test_a_command_is_understood(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row["command"][:60])
 def test_what_is_not_known_is_named_and_never_guessed(row: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as told:
-        recognise(row["command"])
+        recognise_line(row["command"])
     assert row["refused"] in told.value.message + told.value.hint
     assert told.value.hint
 
@@ -78,11 +78,11 @@ def test_an_answer_settles_what_was_asked(line: str, answers: dict[str, str], pe
     asked: list[str] = []
     for _ in range(len(answers)):
         with pytest.raises(Unknown) as unknown:
-            recognise(line, Known({key: answers[key] for key in asked}))
+            recognise_line(line, Known({key: answers[key] for key in asked}))
         assert unknown.value.question and unknown.value.hint
         asked.append(unknown.value.key)
     assert set(asked) == answers.keys()
-    found = recognise(line, Known(answers))
+    found = recognise_line(line, Known(answers))
     assert (found.gpus_per_node, found.script["reference"]["batch"]) == (per_node, batch)
 
 
@@ -100,21 +100,21 @@ def test_an_answer_settles_what_was_asked(line: str, answers: dict[str, str], pe
     ],
 )
 def test_a_placeholder_says_the_number_of_today(line: str, command: str, batch: int) -> None:
-    found = recognise(line)
+    found = recognise_line(line)
     assert (found.script["command"], found.script["reference"]["batch"]) == (command, batch)
 
 
 def test_a_placeholder_without_a_number_in_it_is_refused() -> None:
     with pytest.raises(SpecError, match="'lots' is no value of"):
-        recognise("python t.py --bz {local_batch=lots}")
+        recognise_line("python t.py --bz {local_batch=lots}")
 
 
 def test_only_an_option_that_may_be_a_batch_is_proposed_for_one() -> None:
     with pytest.raises(SpecError) as told:
-        recognise("python main.py --arch 50 --bz 64")
+        recognise_line("python main.py --arch 50 --bz 64")
     assert "--bz {local_batch" in told.value.hint and "--arch {" not in told.value.hint
     with pytest.raises(SpecError) as told:
-        recognise("python main.py --arch 50")
+        recognise_line("python main.py --arch 50")
     assert "--arch {" not in told.value.hint
 
 
@@ -124,13 +124,13 @@ def test_only_an_option_that_may_be_a_batch_is_proposed_for_one() -> None:
 )  # fmt: skip
 def test_launch_without_use_env_hands_on_the_rank_as_the_script_takes_it(text: str, flag: str, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(text)
-    found = recognise("python -m torch.distributed.launch --nproc_per_node 2 t.py -b 4", Known(folder=tmp_path))
+    found = recognise_line("python -m torch.distributed.launch --nproc_per_node 2 t.py -b 4", Known(folder=tmp_path))
     assert found.script["command"] == f"python t.py {flag}-b {{local_batch}}"
 
 
 def test_accelerate_reads_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("num_processes: 8\nnum_machines: 2\n")
-    found = recognise("accelerate launch --config_file c.yaml t.py -b 4", Known(folder=tmp_path))
+    found = recognise_line("accelerate launch --config_file c.yaml t.py -b 4", Known(folder=tmp_path))
     assert (found.gpus_per_node, found.nodes, found.script["reference"]["batch"]) == (4, 2, 32)
 
 

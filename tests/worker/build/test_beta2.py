@@ -12,7 +12,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.services.compare import why_not_a_row
 from tula_cli.spec.job import JobSpec, beta2_at
-from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.signature import measurement_signature, train_signature
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
@@ -156,7 +156,7 @@ def test_a_comparison_leaves_out_what_has_no_beta2() -> None:
 def test_trainings_are_named_by_it_and_measurements_are_not() -> None:
     names = [train_signature(adam(value), nodes=1, batch=8) for value in (None, "auto", 500)]
     assert len(set(names)) == 3
-    assert signature(adam(500)) == signature(adam(None))
+    assert measurement_signature(adam(500)) == measurement_signature(adam(None))
 
 
 def test_a_start_tells_its_beta2(alone: Ranks, run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from tula_cli.run.code import code_digest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import weights_digest
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.signature import measurement_signature, train_signature
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.build.finetune import parameter_groups, parameters_matching
@@ -253,8 +253,8 @@ def test_a_run_is_named_by_what_is_in_the_file(saved: Path) -> None:
 
 
 def test_the_place_of_the_file_names_nothing_and_frozen_layers_do(saved: Path) -> None:
-    assert signature(job(weights=str(saved))) == signature(job())
-    assert signature(job(frozen=["0"])) != signature(job())
+    assert measurement_signature(job(weights=str(saved))) == measurement_signature(job())
+    assert measurement_signature(job(frozen=["0"])) != measurement_signature(job())
     assert train_signature(job(frozen=["0"]), nodes=1, batch=8) != train_signature(job(), nodes=1, batch=8)
 
 
@@ -320,6 +320,6 @@ def test_an_optimizer_without_weight_decay_takes_none_by_groups():
 
 
 def test_groups_are_a_part_of_names_and_their_absence_is_none() -> None:
-    assert signature(grouped()) != signature(grouped(groups=[]))
+    assert measurement_signature(grouped()) != measurement_signature(grouped(groups=[]))
     plain = train_signature(grouped(groups=[]), nodes=1, batch=8)
     assert train_signature(grouped(), nodes=1, batch=8) != plain

@@ -13,7 +13,7 @@ from tula_cli.models.choice import early_stopping
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.sections import Train
-from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.signature import measurement_signature, train_signature
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -168,13 +168,13 @@ def values(**known: float) -> dict[str, float]:
 )
 def test_better_in_either_direction(best: dict[str, str], new: Any, old: Any, is_better: bool) -> None:
     asked = section(metrics={"f1": "a:b"}, best_checkpoint=best).best_checkpoint
-    kept = early_stopping.remembered(values(**old), asked, epoch=1)
-    assert early_stopping.better(values(**new), kept, asked) is is_better
-    assert early_stopping.better(values(**new), {}, asked)
+    kept = early_stopping.remember_best(values(**old), asked, epoch=1)
+    assert early_stopping.is_better(values(**new), kept, asked) is is_better
+    assert early_stopping.is_better(values(**new), {}, asked)
 
 
 def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
-    assert early_stopping.better(
+    assert early_stopping.is_better(
         values(f1=0.1),
         {"top1": 99.0, "loss": 0.1, "epoch": 3.0},
         section(metrics={"f1": "a:b"}, best_checkpoint={"metric": "f1"}).best_checkpoint,
@@ -197,7 +197,7 @@ def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
 )
 def test_what_ends_a_training(until: dict[str, Any], found: dict[str, float], why: str) -> None:
     kept = {"top1": 50.0, "loss": 1.0, "epoch": 2.0}
-    assert early_stopping.reached(values(**found), kept, section(early_stopping=until), epoch=5) == why
+    assert early_stopping.describe_stop(values(**found), kept, section(early_stopping=until), epoch=5) == why
 
 
 def test_a_training_ends_at_its_target_with_a_result_and_stays_ended(alone: Ranks, run: RunDir) -> None:
@@ -258,4 +258,4 @@ def test_metrics_name_no_training_and_its_end_does() -> None:
     ends = spec(train={"early_stopping": {"patience": 2}})
     assert train_signature(plain, nodes=1, batch=8) == train_signature(own, nodes=1, batch=8)
     assert train_signature(plain, nodes=1, batch=8) != train_signature(ends, nodes=1, batch=8)
-    assert signature(plain) == signature(own) == signature(ends)
+    assert measurement_signature(plain) == measurement_signature(own) == measurement_signature(ends)

@@ -21,7 +21,7 @@ from tula_cli.run.records.scripts import Killing, Phase, Rehearsal, RehearsalSta
 from tula_cli.run.records.tasks import RehearsalTask
 from tula_cli.run.script_attempt import ResumeTestRecords, ScriptAttempt
 from tula_cli.spec.job import lr_scale
-from tula_cli.spec.scripts.placeholders import fill, names
+from tula_cli.spec.scripts.placeholders import fill, find_placeholders
 from tula_cli.spec.scripts.script import Length, requested_samples, script_samples
 
 # --- Rows and tracebacks of a start
@@ -210,7 +210,7 @@ class ResumeTest:
 
     @property
     def _length_is_told(self) -> bool:
-        return bool({"epochs", "steps", "samples"} & set(names(script_of(self.task.spec).command)))
+        return bool({"epochs", "steps", "samples"} & set(find_placeholders(script_of(self.task.spec).command)))
 
     def _repeat_beginning(self, begins: Sequence[Rehearsed], remaining: float) -> tuple[Length, int] | None:
         """Return length and batch of another beginning: a shorter or longer one, or a batch that fits the memory."""

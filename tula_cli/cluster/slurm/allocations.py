@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tula_cli.models.tres import parse_count, parse_tres
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.slurm_options import Slurm, option
+from tula_cli.spec.slurm_options import Slurm, option_name
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][\w/:]*)=")
 _BARE = re.compile(r"^\d+$")
@@ -140,7 +140,7 @@ def _memory(
 
 
 def _extra_option(slurm: Slurm, name: str) -> str:
-    values = [str(value) for key, value in slurm.extra.items() if option(key) == name and value]
+    values = [str(value) for key, value in slurm.extra.items() if option_name(key) == name and value]
     return values[0] if values else ""
 
 

@@ -15,7 +15,7 @@ from tula_cli.cluster.slurm.allocations import Node, allocated_tres, parse_confi
 from tula_cli.cluster.slurm.command import call_slurm
 from tula_cli.cluster.slurm.site import ALL_PARTITIONS, ALL_QOS, COMMAND_TIMEOUT, Call, first_fields
 from tula_cli.errors import SchedulerError, SpecError, TulaError
-from tula_cli.models.tres import billing, parse_flags, parse_tres, parse_weights
+from tula_cli.models.tres import compute_billing, parse_flags, parse_tres, parse_weights
 from tula_cli.plugins import nearest
 from tula_cli.run.files import make_folder, read_record, write_record
 from tula_cli.run.records.base import Record
@@ -224,8 +224,8 @@ def _bill_options(
     for node in nodes:
         if node.can_run(spec, name):
             tres = allocated_tres(spec, node, partition, config)
-            alone = billing(tres, weights, count)
-            job = billing({**tres, **of_job}, weights, count) - alone
+            alone = compute_billing(tres, weights, count)
+            job = compute_billing({**tres, **of_job}, weights, count) - alone
             how = {
                 "sum": "summed",
                 "max": "the largest (MAX_TRES)",

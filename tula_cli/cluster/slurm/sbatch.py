@@ -15,7 +15,7 @@ from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import cluster_signature
-from tula_cli.spec.slurm_options import Slurm, option
+from tula_cli.spec.slurm_options import Slurm, option_name
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user's or the site's that are taken where the spec has none of its own."""
@@ -153,7 +153,7 @@ def _size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
         case "gpus_per_task":
             return {**size, "gpus_per_task": f"{kind}1"}
         case "gres":
-            gres = [_option_text(value) for key, value in slurm.extra.items() if option(key) == "gres" and value]
+            gres = [_option_text(value) for key, value in slurm.extra.items() if option_name(key) == "gres" and value]
             return {**size, "gres": ",".join([f"gpu:{kind}{ranks}", *gres])}
 
 
@@ -181,7 +181,7 @@ def _options(task: Task, slurm: Slurm) -> dict[str, Any]:
 def _set_options(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as they are written; false, nothing and the empty text ask for nothing."""
     return {
-        option(name): True if value is True else _option_text(value)
+        option_name(name): True if value is True else _option_text(value)
         for name, value in extra.items()
         if value is not False and value not in (None, "", [])
     }

@@ -64,7 +64,7 @@ class Proposal:
     words: str  # how certain the decisions are, in one line
 
 
-def first(by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = False) -> list[tuple[int, int]]:
+def first_probes(by_nodes: Iterable[tuple[int, Sequence[int]]], *, whole_steps: bool = False) -> list[tuple[int, int]]:
     """Return the probes (nodes, local batch) to start from: three batches on the fewest nodes, the smallest on the most.
 
     Args:
@@ -272,7 +272,7 @@ def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, t
             return
         index = remaining.pop(best)
         candidate = problem.candidates[index]
-        yield Pick(candidate, _why(candidate, belief, index, float(worths[best])))
+        yield Pick(candidate, describe_pick(candidate, belief, index, float(worths[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))
         belief = belief.after(index)
 
@@ -282,7 +282,7 @@ def _node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
     return candidate.probe_seconds + (0.0 if shared else candidate.job_seconds)
 
 
-def _why(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
+def describe_pick(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
     spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
     return (
         f"{place(candidate.nodes, candidate.local_batch)}: its step time is known to {spread:.0%}; measuring it should better"

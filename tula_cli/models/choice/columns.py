@@ -13,12 +13,12 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
+def to_columns(configs: Sequence[Config]) -> tuple[Ints, Ints]:
     """Return nodes and batches of configurations as arrays."""
     return in_columns([(config.nodes, config.batch) for config in configs])
 
 
-def configs(nodes: Ints, batch: Ints) -> list[Config]:
+def to_configs(nodes: Ints, batch: Ints) -> list[Config]:
     """Return configurations of arrays, shape (n,)."""
     return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]
 
@@ -29,14 +29,14 @@ def in_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     return pairs_array[:, 0], pairs_array[:, 1]
 
 
-def apart(known: Sequence[int], at: Ints | Floats) -> Floats:
+def compute_ratios(known: Sequence[int], at: Ints | Floats) -> Floats:
     """Return how many times the one is the other of each place and each of those that are known, shape (places, known)."""
     column, other = at[:, None], np.asarray(known, dtype=float)[None, :]
     ratios: Floats = np.maximum(column / other, other / column)
     return ratios
 
 
-def nearest(*distances: Floats) -> Ints:
+def find_nearest(*distances: Floats) -> Ints:
     """Return for each row the column of the least distance, shape (n,); of equal ones by the next distance, then the first.
 
     Args:

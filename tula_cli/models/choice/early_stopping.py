@@ -16,13 +16,13 @@ Values = Mapping[str, float]
 """An evaluation: top1 and top5 in percent, loss, and the user's own metrics. What is not known is nan."""
 
 
-def remembered(values: Values, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
+def remember_best(values: Values, best: BestCheckpoint, *, epoch: int) -> dict[str, float]:
     """Return what is kept of the best evaluation; its metric as `value`, where train.best_checkpoint names one."""
     kept = {"top1": values["top1"], "loss": values["loss"], "epoch": float(epoch)}
     return kept if best.metric == "auto" else {**kept, "value": values[best.metric]}
 
 
-def better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -> bool:
+def is_better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -> bool:
     """Return whether an evaluation is better than the one that is kept; empty: there is none.
 
     By itself it compares accuracies, and losses where there are no classes.
@@ -37,7 +37,7 @@ def better(values: Values, kept: Mapping[str, float], best: BestCheckpoint) -> b
     return values["top1"] > kept["top1"]
 
 
-def reached(values: Values, kept: Mapping[str, float], train: Train, *, epoch: int) -> str:
+def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, epoch: int) -> str:
     """Return why a training ends here, in words; empty where it goes on.
 
     Args:
@@ -81,26 +81,26 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
     """
     kept: dict[str, float] = {}
     for row in rows:
-        values, epoch = _values(row), int(row["epoch"])
-        if better(values, kept, train.best_checkpoint):
-            kept = remembered(values, train.best_checkpoint, epoch=epoch)
-        if reached(values, kept, train, epoch=epoch):
+        values, epoch = _metric_values(row), int(row["epoch"])
+        if is_better(values, kept, train.best_checkpoint):
+            kept = remember_best(values, train.best_checkpoint, epoch=epoch)
+        if describe_stop(values, kept, train, epoch=epoch):
             return epoch
     return None
 
 
-def tells(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
+def has_metrics(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
     """Return whether rows have the metrics that `until` and `best` ask for; a metric may have come later."""
     named_metrics = {train.goal, train.best_checkpoint.metric} - {"auto"}
-    return all(any(not math.isnan(_values(row).get(name, math.nan)) for row in rows) for name in named_metrics)
+    return all(any(not math.isnan(_metric_values(row).get(name, math.nan)) for row in rows) for name in named_metrics)
 
 
-def _values(row: Mapping[str, Any]) -> dict[str, float]:
+def _metric_values(row: Mapping[str, Any]) -> dict[str, float]:
     known = {"loss": row["eval_loss"], **{name: row.get(name) for name in ("top1", "top5", "perplexity")}}
     return {name: math.nan if value is None else value for name, value in {**known, **row.get("metrics", {})}.items()}
 
 
-def shortened(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
+def shorten_prediction(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
     """Return what is predicted for the first epochs of a training; starts, ends and branches stay whole.
 
     Args:

@@ -15,7 +15,7 @@ def on_nodes(limit: Limit, nodes: int) -> int | None:
     return limit.get(nodes) if isinstance(limit, Mapping) else limit
 
 
-def highest(limit: Limit) -> int | None:
+def highest_limit(limit: Limit) -> int | None:
     """Return the limit where it is highest."""
     if not isinstance(limit, Mapping):
         return limit
@@ -35,7 +35,7 @@ class Config:
         return self.batch // (self.nodes * gpus_per_node)
 
 
-def batches(minimum: int, maximum: int) -> list[int]:
+def list_batches(minimum: int, maximum: int) -> list[int]:
     """Return minimum * 2^k up to and including maximum, ascending."""
     sizes, batch = [], minimum
     while batch <= maximum:
@@ -57,12 +57,12 @@ def check_divides(batch: int, parts: int) -> None:
         )
 
 
-def candidates(nodes: Iterable[int], **bounds: Any) -> list[Config]:
+def list_candidates(nodes: Iterable[int], **bounds: Any) -> list[Config]:
     """Return every feasible configuration, ordered by nodes, then batch; `bounds` are those of `places`."""
-    return [Config(*place) for place in places(nodes, **bounds)]
+    return [Config(*place) for place in list_places(nodes, **bounds)]
 
 
-def places(
+def list_places(
     nodes: Iterable[int],
     *,
     gpus_per_node: int,
@@ -81,7 +81,7 @@ def places(
         max_local_batch: largest batch that fits one GPU; None where memory sets no bound.
         accumulate: micro-batches an optimizer step; the local batch must divide by it.
     """
-    feasible, sizes = [], batches(min_batch, max_batch)
+    feasible, sizes = [], list_batches(min_batch, max_batch)
     for count in sorted(set(nodes)):
         world, most = count * gpus_per_node, on_nodes(max_local_batch, count)
         for batch in sizes:

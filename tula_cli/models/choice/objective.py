@@ -40,8 +40,8 @@ def knee(batches: Sequence[int], values: Sequence[float]) -> int | None:
     """
     if len(batches) < FEWEST or max(values) <= min(values) * (1 + ALIKE):
         return None
-    x, y = _continued(*_lower_hull(np.log2(batches), np.log2(values)))
-    nearest = _nearest(batches, _located(x, y))
+    x, y = _continue_curve(*_lower_hull(np.log2(batches), np.log2(values)))
+    nearest = _nearest_batch(batches, _locate_knee(x, y))
     return nearest if batches[0] < nearest < batches[-1] else None
 
 
@@ -54,11 +54,11 @@ def kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
         return None
     hull_x, hull_y = _lower_hull(np.log2(batches), np.log2(values))
     x = np.arange(hull_x[0], hull_x[-1] + 0.5)
-    knee = _located(x, np.interp(x, hull_x, hull_y))
-    return None if knee is None else _nearest(batches, knee)
+    knee = _locate_knee(x, np.interp(x, hull_x, hull_y))
+    return None if knee is None else _nearest_batch(batches, knee)
 
 
-def _located(x: Floats, y: Floats) -> float | None:
+def _locate_knee(x: Floats, y: Floats) -> float | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kneed warns where it finds none; None says the same
         knee = _knee_locator()(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
@@ -85,7 +85,7 @@ def _knee_locator() -> Any:
     return KneeLocator
 
 
-def _nearest(batches: Sequence[int], log_batch: float | None) -> int:
+def _nearest_batch(batches: Sequence[int], log_batch: float | None) -> int:
     return min(batches, key=lambda batch: abs(math.log2(batch) - (math.inf if log_batch is None else log_batch)))
 
 
@@ -93,18 +93,18 @@ def _lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Return the lower convex hull: with one bend nowhere else, no dent of the noise is taken for the knee."""
     hull: list[int] = []
     for i in range(len(x)):
-        while len(hull) > 1 and _above(x, y, hull[-2], hull[-1], i):
+        while len(hull) > 1 and _is_above_chord(x, y, hull[-2], hull[-1], i):
             hull.pop()
         hull.append(i)
     return x[hull], y[hull]
 
 
-def _above(x: Floats, y: Floats, left: int, middle: int, right: int) -> bool:
+def _is_above_chord(x: Floats, y: Floats, left: int, middle: int, right: int) -> bool:
     chord = y[left] + (y[right] - y[left]) * (x[middle] - x[left]) / (x[right] - x[left])
     return bool(y[middle] >= chord)
 
 
-def _continued(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+def _continue_curve(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Return the curve at every doubling (kneed wants equal steps), continued so that its chord falls by half a step."""
     inside = np.arange(x[0], x[-1] + 0.5)
     beyond = np.arange(1, _BEYOND + 1)
@@ -115,7 +115,7 @@ def _continued(x: Floats, y: Floats) -> tuple[Floats, Floats]:
     )
 
 
-def shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
+def knee_shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
     """Return how often each batch is the knee in draws of what is believed; ends, where there is none, are left out.
 
     The least of value x sqrt(batch) is where the curve falls as fast as half of ideal scaling, which is `knee`'s rule.
@@ -134,7 +134,7 @@ def shares(batches: NDArray[np.int_], log_values: Floats) -> dict[int, float]:
 # --- The Pareto front
 
 
-def front(points: ArrayLike) -> Flags:
+def find_pareto_front(points: ArrayLike) -> Flags:
     """Return for each point whether no other is as small in all values and smaller in one, shape (n,).
 
     Equal points do not beat each other: all of them are in the front, or none.
@@ -148,13 +148,13 @@ def front(points: ArrayLike) -> Flags:
     order = np.lexsort(values.T[::-1])
     new = np.append(True, (values[order[1:]] != values[order[:-1]]).any(axis=1))
     rest = values[order[new]][:, 1:].tolist()  # ascending by the first value: nothing is beaten by what comes after it
-    inside = np.array(_inside([(row[0], row[-1]) for row in rest]))
+    inside = np.array(_flag_undominated([(row[0], row[-1]) for row in rest]))
     on_front = np.zeros(len(values), dtype=bool)
     on_front[order] = inside[np.cumsum(new) - 1]
     return on_front
 
 
-def _inside(points: list[tuple[float, float]]) -> list[bool]:
+def _flag_undominated(points: list[tuple[float, float]]) -> list[bool]:
     """Return for each of some points in a row whether none before it is as small in both values."""
     firsts: list[float] = []  # of those that no other one before is as small as: ascending, and their seconds falling
     seconds: list[float] = []
@@ -174,7 +174,7 @@ def _inside(points: list[tuple[float, float]]) -> list[bool]:
 def mark_pareto(rows: Offers) -> Offers:
     """Return the rows with those marked that are in the front of time, cost and, where all tell it, energy."""
     energy = [rows.kwh] if not np.isnan(rows.kwh).any() else []
-    return replace(rows, pareto=front(np.stack([rows.hours, rows.cost, *energy], axis=1)))
+    return replace(rows, pareto=find_pareto_front(np.stack([rows.hours, rows.cost, *energy], axis=1)))
 
 
 # --- Objectives
@@ -220,7 +220,7 @@ def choose(
     """
     rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
     assert len(rows), "choose among at least one configuration"
-    return _knee(rows, curve) if objective == "knee" else _least(rows, objective, among)
+    return _choose_knee(rows, curve) if objective == "knee" else _choose_least(rows, objective, among)
 
 
 def envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
@@ -260,7 +260,7 @@ def knees_left_open(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, cur
         return ""
     line = line.take(best_few(line, curve, most=_MOST_DRAWN))
     drawn = steps.draws(line.nodes, np.full(len(line), gpus_per_node), line.local_batch)
-    share_by_batch = shares(line.batch, drawn + np.log(_value(line, curve)) - np.log(line.step_time))
+    share_by_batch = knee_shares(line.batch, drawn + np.log(_value_on_curve(line, curve)) - np.log(line.step_time))
     shares_in_words = ", ".join(f"{batch} in {share:.0%}" for batch, share in share_by_batch.items() if share >= _RARE)
     return f"; of the curves that the probes leave open the knee is {shares_in_words}" if shares_in_words else ""
 
@@ -272,28 +272,28 @@ def _order(rows: Offers, curve: Quantity) -> Ints:
         Indices.
     """
     other = rows.hours if curve == "cost" else rows.cost
-    return np.lexsort((rows.batch, rows.nodes, other, _cautious(rows, curve)))
+    return np.lexsort((rows.batch, rows.nodes, other, _cautious_values(rows, curve)))
 
 
-def _cautious(rows: Offers, curve: Quantity) -> Floats:
+def _cautious_values(rows: Offers, curve: Quantity) -> Floats:
     """Return the values, the larger the less certain they are.
 
     Among many uncertain forecasts the least is more often one that errs low than the best. A factor exp(variance of ln
     time) makes up for that: nothing within 5 %, 6 % where the interval is +-50 %.
     """
-    low, _, high = _interval(rows, curve)
+    low, _, high = _value_interval(rows, curve)
     known = (low > 0) & (high > 0)  # not where they are nan
     sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
-    cautious: Floats = _value(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
+    cautious: Floats = _value_on_curve(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
     return cautious
 
 
-def _interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:
+def _value_interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:
     """Return the value with the ends of its interval; all values but kWh are as uncertain as the hours are."""
     return (row.kwh_low, row.kwh, row.kwh_high) if curve == "energy" else (row.hours_low, row.hours, row.hours_high)
 
 
-def _value(row: Any, curve: Quantity) -> Any:
+def _value_on_curve(row: Any, curve: Quantity) -> Any:
     """Return the value of a record, or those of columns."""
     if curve == "energy":
         assert row.kwh is not None, "choose by energy where it is known"
@@ -312,19 +312,21 @@ _LEAST = {
 }
 
 
-def _least(rows: Offers, curve: Quantity, among: str) -> Choice:
+def _choose_least(rows: Offers, curve: Quantity, among: str) -> Choice:
     best, *others = rows.take(_order(rows, curve)[: 1 + _RUNNERS_UP]).records()
     what = _LEAST[curve]
     count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
-    reason = f"the {what} {count}{_range(rows, curve)}" if len(rows) > 1 else count
-    reason += _passed_over(best, rows, curve) + _as_good(best, rows, curve)
+    reason = f"the {what} {count}{_describe_noise_range(rows, curve)}" if len(rows) > 1 else count
+    reason += _describe_passed_over(best, rows, curve) + _as_good(best, rows, curve)
     return Choice(best, reason, tuple(others))
 
 
-def _passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
+def _describe_passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
     """Name what is forecast to be better than the chosen one, but too uncertain to rely on."""
-    least = rows.record(int(np.lexsort((rows.batch, rows.nodes, _value(rows, curve)))[0]))
-    saved = 1 - _value(least, curve) / _value(chosen, curve) if _value(chosen, curve) else 0.0
+    least = rows.record(int(np.lexsort((rows.batch, rows.nodes, _value_on_curve(rows, curve)))[0]))
+    saved = (
+        1 - _value_on_curve(least, curve) / _value_on_curve(chosen, curve) if _value_on_curve(chosen, curve) else 0.0
+    )
     if saved < ALIKE / 2:
         return ""
     return (
@@ -333,7 +335,7 @@ def _passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
     )
 
 
-def _range(rows: Offers, curve: Quantity) -> str:
+def _describe_noise_range(rows: Offers, curve: Quantity) -> str:
     """Say which batches are best at the ends of the range that the growth of the gradient noise leaves."""
     if curve != "accuracy-time":
         return ""
@@ -351,7 +353,7 @@ def knee_batch(rows: Offers, curve: Curve) -> int | None:
     return knee(best.batch.tolist(), _fitted_line(rows, best, curve)) if len(rows) else None
 
 
-def _knee(rows: Offers, curve: Curve) -> Choice:
+def _choose_knee(rows: Offers, curve: Curve) -> Choice:
     best = rows.take(best_of_each_batch(rows, curve))
     line, values = best.records(), _fitted_line(rows, best, curve)
     batches = [row.batch for row in line]
@@ -360,7 +362,9 @@ def _knee(rows: Offers, curve: Curve) -> Choice:
         chosen, reason = _without_knee(line, curve)
     else:
         chosen = next(row for row in line if row.batch == batch)
-        reason = f"the knee of {curve} against batch{_gain(chosen, line, curve)}{_bends_too(chosen, line, curve)}"
+        reason = (
+            f"the knee of {curve} against batch{_describe_gain(chosen, line, curve)}{_bends_too(chosen, line, curve)}"
+        )
         other = kneedle(batches, values)
         reason += f"; Kneedle on the curve as far as it was searched says {other}" if other not in (None, batch) else ""
     worth = np.argsort(_order(best, curve))
@@ -368,22 +372,22 @@ def _knee(rows: Offers, curve: Curve) -> Choice:
         (place for place, row in enumerate(line) if row != chosen),
         key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), worth[place]),
     )
-    reason += _as_good(chosen, rows, curve) + _beaten(chosen, rows, curve)
+    reason += _as_good(chosen, rows, curve) + _describe_better(chosen, rows, curve)
     return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
 
 
 def _fitted_line(rows: Offers, best: Offers, curve: Curve) -> list[float]:
     """Return the least fitted value of each batch: measured ones have the noise of a single job, which moves a knee."""
-    values = _value(rows, curve) * _smoothed(rows)
+    values = _value_on_curve(rows, curve) * _fitted_over_forecast(rows)
     return [float(values[rows.batch == batch].min()) for batch in best.batch]
 
 
-def _smoothed(rows: Offers) -> Floats:
+def _fitted_over_forecast(rows: Offers) -> Floats:
     """Return the fitted step times over those that are forecast."""
     return np.where(np.isnan(rows.step_fitted), 1.0, rows.step_fitted / rows.step_time)
 
 
-def _beaten(chosen: Prediction, rows: Offers, curve: Curve) -> str:
+def _describe_better(chosen: Prediction, rows: Offers, curve: Curve) -> str:
     """Name the best of what takes clearly less time and less cost than the knee: a knee is chosen for its smaller batch."""
     less = (rows.hours < chosen.hours * (1 - ALIKE)) & (rows.cost < chosen.cost * (1 - ALIKE))
     better = rows.take(less & (rows.batch != chosen.batch))
@@ -397,28 +401,28 @@ def _beaten(chosen: Prediction, rows: Offers, curve: Curve) -> str:
 
 
 def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:
-    best = min(_value(row, curve) for row in line)
-    chosen = next(row for row in line if _value(row, curve) <= best * (1 + FALLBACK))
+    best = min(_value_on_curve(row, curve) for row in line)
+    chosen = next(row for row in line if _value_on_curve(row, curve) <= best * (1 + FALLBACK))
     few = f"there {'is' if len(line) == 1 else 'are'} only {plural(len(line), 'batch')}"
-    why = few if len(line) < FEWEST else f"the curve has none: {_shape(line, curve)}"
+    why = few if len(line) < FEWEST else f"the curve has none: {_describe_shape(line, curve)}"
     return chosen, f"no knee of {curve} against batch ({why}), so the smallest batch within {FALLBACK:.0%} of the best"
 
 
-def _shape(line: Sequence[Prediction], curve: Curve) -> str:
+def _describe_shape(line: Sequence[Prediction], curve: Curve) -> str:
     """Say what a curve without a knee looks like."""
-    first, before, last = (_value(line[place], curve) for place in (0, -2, -1))
+    first, before, last = (_value_on_curve(line[place], curve) for place in (0, -2, -1))
     if last <= before * (1 - KNEE_SAVES):
         return f"{curve} still falls by {1 - last / before:.0%} at the largest batch{_bends_too(line[-1], line, curve)}"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
     return f"a doubling of the batch changes {curve} by {change:+.0%} on average, without a bend"
 
 
-def _gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
+def _describe_gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
     """Say what the steps to and from the knee are worth."""
     place = line.index(chosen)
     if not 0 < place < len(line) - 1:
         return ""
-    before, here, after = (_value(row, curve) for row in line[place - 1 : place + 2])
+    before, here, after = (_value_on_curve(row, curve) for row in line[place - 1 : place + 2])
     return f": the batch before takes {before / here - 1:+.0%} of {curve}, the one after {after / here - 1:+.0%}"
 
 
@@ -426,7 +430,7 @@ def _bends_too(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> 
     """Name the neighbouring batches that a little noise would make the knee instead."""
 
     def below_chord(row: Prediction) -> float:
-        return float(_value(row, curve)) * math.sqrt(row.batch)
+        return float(_value_on_curve(row, curve)) * math.sqrt(row.batch)
 
     place = line.index(chosen)
     around = [line[i] for i in (place - 1, place + 1) if 0 <= i < len(line)]
@@ -439,17 +443,17 @@ def _as_good(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
     line = envelope(rows, curve=curve)
     larger = [row for row in line if row.batch > chosen.batch][:1]
     smaller = [row for row in line if row.batch < chosen.batch][-1:]
-    alike = [row for row in smaller + larger if _alike(chosen, row, curve)]
+    alike = [row for row in smaller + larger if _are_alike(chosen, row, curve)]
     if not alike:
         return ""
     named = " and ".join(f"batch {row.batch} on {plural(row.nodes)}" for row in alike)
     return f"; {named} {'is' if len(alike) == 1 else 'are'} as good within the accuracy of the forecast"
 
 
-def _alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
-    here, there = _value(chosen, curve), _value(other, curve)
+def _are_alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
+    here, there = _value_on_curve(chosen, curve), _value_on_curve(other, curve)
     low = high = here
-    least, middle, most = _interval(chosen, curve)
+    least, middle, most = _value_interval(chosen, curve)
     if least is not None and most is not None and middle:
         low, high = here * least / middle, here * most / middle
     return bool(min(low, here * (1 - ALIKE)) <= there <= max(high, here * (1 + ALIKE)))

@@ -95,22 +95,22 @@ class Offers:
         }
         return cls(
             **columns_by_name,
-            stages=objects([row.stages or None for row in records]),
-            parts=_nested(PartsColumns, [row.parts for row in records]),
-            same_progress=_nested(ProgressColumns, [row.same_progress for row in records]),
+            stages=to_object_column([row.stages or None for row in records]),
+            parts=_nested_columns(PartsColumns, [row.parts for row in records]),
+            same_progress=_nested_columns(ProgressColumns, [row.same_progress for row in records]),
         )
 
     @classmethod
     def join(cls, offers: Sequence["Offers"]) -> "Offers":
         """Return all rows below each other; all of them have the same parts."""
-        return _each(lambda *columns: np.concatenate(columns), *offers)
+        return _map_columns(lambda *columns: np.concatenate(columns), *offers)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
     def take(self, where: Flags | NDArray[np.intp] | Ints | Sequence[int]) -> "Offers":
         """Return the rows that are flagged, or those of these indices in their order."""
-        return _each(lambda column: column[where], self)
+        return _map_columns(lambda column: column[where], self)
 
     def ordered(self) -> "Offers":
         """Return the rows fastest first; of equal ones fewer nodes, then the smaller batch."""
@@ -132,14 +132,14 @@ class Offers:
     def records(self) -> tuple[Prediction, ...]:
         """Return all rows as records, in their order."""
         values_by_name = {
-            field.name: _values(field.name, getattr(self, field.name))
+            field.name: _column_values(field.name, getattr(self, field.name))
             for field in fields(self)
             if field.name not in _NESTED
         }
         if self.parts is not None:
-            values_by_name["parts"] = [TimeParts(**row) for row in _rows(self.parts, optional=("data",))]
+            values_by_name["parts"] = [TimeParts(**row) for row in _table_rows(self.parts, optional=("data",))]
         if self.same_progress is not None:
-            values_by_name["same_progress"] = [SameProgress(**row) for row in _rows(self.same_progress)]
+            values_by_name["same_progress"] = [SameProgress(**row) for row in _table_rows(self.same_progress)]
         return tuple(
             Prediction(**dict(zip(values_by_name, row, strict=True)))
             for row in zip(*values_by_name.values(), strict=True)
@@ -149,19 +149,19 @@ class Offers:
 Table = TypeVar("Table")
 
 
-def _each(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
+def _map_columns(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
     """Return a table of what a function makes of each column of some of them, and of the columns that these hold."""
     columns: dict[str, Any] = {}
     for field in fields(tables[0]):  # type: ignore[arg-type]
         values = [getattr(table, field.name) for table in tables]
         if isinstance(values[0], PartsColumns | ProgressColumns):
-            columns[field.name] = _each(of, *values)
+            columns[field.name] = _map_columns(of, *values)
         else:
             columns[field.name] = None if values[0] is None else of(*values)
     return type(tables[0])(**columns)
 
 
-def objects(values: Sequence[object]) -> NDArray[np.object_]:
+def to_object_column(values: Sequence[object]) -> NDArray[np.object_]:
     """Return a column of any values, tuples among them, which numpy would take apart."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
@@ -177,14 +177,14 @@ def _dtype(name: str) -> type:
     return np.str_ if name in ("type", "market", "trained") else np.float64
 
 
-def _nested(kind: Any, rows: Sequence[Any]) -> Any:
+def _nested_columns(kind: Any, rows: Sequence[Any]) -> Any:
     """Return records within rows as columns; None where some row has none."""
     if not rows or any(row is None for row in rows):
         return None
     return kind(**{f.name: np.array([getattr(row, f.name) for row in rows], dtype=float) for f in fields(kind)})
 
 
-def _values(name: str, column: NDArray[Any]) -> list[Any]:
+def _column_values(name: str, column: NDArray[Any]) -> list[Any]:
     """Return a column as the values of records."""
     values = column.tolist()
     if name == "stages":
@@ -194,7 +194,7 @@ def _values(name: str, column: NDArray[Any]) -> list[Any]:
     return [value if value is None else int(value) for value in values] if name in _WHOLE else values
 
 
-def _rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:
+def _table_rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:
     columns = {field.name: getattr(table, field.name).tolist() for field in fields(table)}
     for name in optional:
         columns[name] = [None if value != value else value for value in columns[name]]

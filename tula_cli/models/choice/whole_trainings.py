@@ -67,7 +67,7 @@ class Trainings:
 
     def probes_at(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
         """Return the probes of those configurations that were probed, by their index."""
-        places_by_index = found_at(self.known.probes, nodes, local_batch)
+        places_by_index = index_probes(self.known.probes, nodes, local_batch)
         return {index: self.known.probes[place] for index, place in places_by_index.items()}
 
     def on_demand(
@@ -121,7 +121,7 @@ class Trainings:
             market=np.full(len(nodes), "on_demand"),
             pareto=np.zeros(len(nodes), dtype=bool),
             stages=self.stages.stages_column(nodes, batch),
-            parts=None if self.known.spec.script else _parts(time, steps.seconds, probes),
+            parts=None if self.known.spec.script else _parts_columns(time, steps.seconds, probes),
         )
         return offers if self.known.power is None else self._with_energy(offers, probes, self.known.power)
 
@@ -137,7 +137,7 @@ class Trainings:
     def _trained_at(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
         """Return the newest training that has measured each configuration; empty where none has."""
         signatures = np.full(len(nodes), "", dtype=object)
-        for index, place in found_at(self.known.trained, nodes, local_batch).items():
+        for index, place in index_probes(self.known.trained, nodes, local_batch).items():
             signatures[index] = self.known.trained[place][-1].signature if measured[index] else ""
         return signatures.astype(np.str_)
 
@@ -187,8 +187,8 @@ class Trainings:
         offers = replace(
             here,
             hours=hours,
-            hours_low=_finite(low),
-            hours_high=_finite(high),
+            hours_low=_finite_or_nan(low),
+            hours_high=_finite_or_nan(high),
             cost=paid,
             node_hours=here.node_hours * share,
             market=np.full(len(here), "spot"),
@@ -225,7 +225,7 @@ class Trainings:
         return cost.TrainingTime(work, overheads, interval, rate, 60 * spot.wait_minutes)
 
 
-def found_at(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
+def index_probes(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
     """Return which of some places are among configurations, by their index there."""
     return {
         int(index): place
@@ -234,7 +234,7 @@ def found_at(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[in
     }
 
 
-def _parts(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> PartsColumns:
+def _parts_columns(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> PartsColumns:
     waits = np.full(len(step_time), np.nan)
     for index, probe in probes.items():
         waits[index] = np.nan if probe.data_wait is None else probe.data_wait
@@ -242,5 +242,5 @@ def _parts(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Meas
     return PartsColumns(**{name: seconds + np.zeros(len(step_time)) for name, seconds in seconds_by_part.items()})
 
 
-def _finite(hours: Floats) -> Floats:
+def _finite_or_nan(hours: Floats) -> Floats:
     return np.where(np.isfinite(hours), hours, np.nan)

@@ -235,7 +235,7 @@ def fit_memory_model(
     slopes = _batch_slopes(believed) or _batch_slopes(estimated)
     batch_slope = float(np.median(slopes)) if slopes else 0.0
     split_points = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
-    activations, doubt = _activations(*split_points)
+    activations, doubt = _fit_activations(*split_points)
     model = MemoryModel(
         states=states,
         batch_slope=batch_slope,
@@ -298,12 +298,12 @@ def _batch_slopes(points: Sequence[_Point]) -> list[float]:
     return [point.memory.batch / point.micro_batch for point in points if isinstance(point.memory, Components)]
 
 
-def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[PiecewiseLinear, str]:
+def _fit_activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[PiecewiseLinear, str]:
     """Return the curve of the activations, and what is doubtful in it; it never falls, and is nowhere below what was measured."""
     if not measured:
         return _non_decreasing({point.micro_batch: point.activations for point in estimated}), ""
     shape = _non_decreasing({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
-    level, scale = _correction(measured, shape, proportional=not estimated)
+    level, scale = _fit_correction(measured, shape, proportional=not estimated)
     doubt = ""
     if estimated and not 1 / FAR_RATIO <= scale <= FAR_RATIO:
         doubt = (
@@ -328,7 +328,7 @@ def _non_decreasing(points: dict[float, float]) -> PiecewiseLinear:
     return PiecewiseLinear(tuple(xs), tuple(np.maximum.accumulate([points[x] for x in xs]).tolist()))
 
 
-def _correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, proportional: bool) -> tuple[float, float]:
+def _fit_correction(measured: Sequence[_Point], shape: PiecewiseLinear, *, proportional: bool) -> tuple[float, float]:
     """Return how the activations of the shape become the measured ones: (level, scale), neither scale negative.
 
     Where the probes do not tell how activations grow, what is measured beyond the shape is taken as fixed (workspaces).

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.columns import Flags, Floats, Ints, columns, configs
+from tula_cli.models.choice.columns import Flags, Floats, Ints, to_columns, to_configs
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.cost import WorkCount
 from tula_cli.models.overheads import OverheadModel
@@ -35,7 +35,7 @@ def change_costs(overheads: OverheadModel, gpus_per_node: int, queue: float) -> 
 
     @functools.cache
     def change(config: Config) -> Change:
-        nodes, batch = columns([config])
+        nodes, batch = to_columns([config])
         overheads_here = overheads.overheads_at(nodes, batch // (nodes * gpus_per_node), batch)
         return Change(float(overheads_here.startup[0]), queue)
 
@@ -159,19 +159,19 @@ class StageTimes:
         """Return of which configurations, shape (n,), `why_not_a_row` has nothing to say."""
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
-        return np.array([not self.why_not(config) for config in configs(nodes, batch)], dtype=bool)
+        return np.array([not self.why_not(config) for config in to_configs(nodes, batch)], dtype=bool)
 
     def can_begin_mask(self, nodes: Ints, batch: Ints) -> Flags:
         """Return of which configurations, shape (n,), `stage_refusal` has nothing to say."""
         if self.spec.train.stages in (None, "auto", "noise"):
             return np.ones(len(nodes), dtype=bool)
-        return np.array([not self.why_not_begun(config) for config in configs(nodes, batch)], dtype=bool)
+        return np.array([not self.why_not_begun(config) for config in to_configs(nodes, batch)], dtype=bool)
 
     def stages_column(self, nodes: Ints, batch: Ints) -> NDArray[np.object_]:
         """Return the stages of configurations, shape (n,), as `of` has them; None where there are none."""
         column = np.full(len(nodes), None, dtype=object)
         if self.spec.train.stages is not None:
-            for index, config in enumerate(configs(nodes, batch)):
+            for index, config in enumerate(to_configs(nodes, batch)):
                 column[index] = self.stages_at(config) or None
         return column
 
@@ -179,7 +179,7 @@ class StageTimes:
         """Return the work of configurations with their steps counted in those of their own batches, which take as long."""
         if self.spec.train.stages is None:
             return work
-        configurations = configs(nodes, batch)
+        configurations = to_configs(nodes, batch)
         self.work_out(configurations)
         changes = np.array([len(self._node_counts(config)) - 1 for config in configurations])
         queue = np.array([self.change(config).queue for config in configurations])
@@ -190,7 +190,7 @@ class StageTimes:
         """Return the node-hours, shape (n,), that trainings take less than all their hours on all their nodes."""
         node_hours = np.zeros(len(nodes))
         if self.spec.train.stages is not None:
-            for index, config in enumerate(configs(nodes, batch)):
+            for index, config in enumerate(to_configs(nodes, batch)):
                 node_hours[index] = self._unused_node_hours(config) / 3600
         return node_hours
 

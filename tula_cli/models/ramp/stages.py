@@ -160,13 +160,15 @@ def stages_by_decay(spec: JobSpec, *, batch: int, size: int) -> tuple[Stage, ...
     schedule, warmup = spec.schedule.model_dump_json(), warmup_epochs(spec)
     for following in [*doubled, *([batch] if batch > reference else [])]:
         share = reference / following
-        begin = _decayed_at(share, schedule, spec.optimizer.lr, warmup=warmup, epochs=spec.train.epochs, size=size)
+        begin = _samples_until_decay(
+            share, schedule, spec.optimizer.lr, warmup=warmup, epochs=spec.train.epochs, size=size
+        )
         begins[begin if begin <= (1 - MIN_STAGE_SHARE) * total else total] = following
     return tuple(Stage(begin=begin, batch=batch_) for begin, batch_ in begins.items())
 
 
 @functools.lru_cache(maxsize=1024)  # the same for all nodes of a search
-def _decayed_at(share: float, schedule: str, lr: float, *, warmup: float, epochs: int, size: int) -> int:
+def _samples_until_decay(share: float, schedule: str, lr: float, *, warmup: float, epochs: int, size: int) -> int:
     """Return the samples passed from which on a schedule leaves at most a share of the full learning rate.
 
     Args:

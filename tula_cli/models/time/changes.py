@@ -82,7 +82,7 @@ def split_statistics(values: Floats) -> Floats:
         Shape (n - 1,): of the split after the first value, the first two and so on.
     """
     count = len(values)
-    ranks = _ranks(values)
+    ranks = _rank_values(values)
     # Each pair within a part adds 1 and -1: what is left of the sum of a part's signs is between the parts.
     between = -np.cumsum(2 * ranks - count - 1)[:-1]
     sizes = np.arange(1, count)
@@ -95,7 +95,7 @@ def _variance_inflation(values: Floats, split: int) -> float:
     By the autocorrelation of successive ranks within the two levels, as of an autoregressive series; where neighbours are
     alike, fewer values count.
     """
-    ranks = _ranks(values)
+    ranks = _rank_values(values)
     ranks[:split] -= ranks[:split].mean()
     ranks[split:] -= ranks[split:].mean()
     variance = float(np.square(ranks).mean())
@@ -104,7 +104,7 @@ def _variance_inflation(values: Floats, split: int) -> float:
     return (1 + alike) / (1 - alike)
 
 
-def _ranks(values: Floats) -> Floats:
+def _rank_values(values: Floats) -> Floats:
     """Return the rank of each value, from 1; the mean one of equal values."""
     ordered = np.sort(values)
     ranks: Floats = (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right") + 1) / 2

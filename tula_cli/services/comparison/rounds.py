@@ -21,7 +21,7 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
-from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.words import number
 
 SHORT_EPOCH_DIVISOR = 4
@@ -36,12 +36,14 @@ EPOCH_KEYS = ("epochs", "branch_epochs", "warmup_epochs", "milestones", "after",
 def get_short_epochs(spec: JobSpec) -> int:
     """Return the epochs of a short training; those of the job if it cannot be shorter."""
     script = spec.script
-    if script and (script.length.epochs is None or not {"epochs", "steps", "samples"} & set(names(script.command))):
+    if script and (
+        script.length.epochs is None or not {"epochs", "steps", "samples"} & set(find_placeholders(script.command))
+    ):
         return spec.train.epochs
     return math.ceil(spec.train.epochs / SHORT_EPOCH_DIVISOR)
 
 
-def shorten(spec: JobSpec, epochs: int) -> JobSpec:
+def shorten_job(spec: JobSpec, epochs: int) -> JobSpec:
     """Return a job trained for so many epochs, with all that it counts in epochs shortened in proportion.
 
     Raises:

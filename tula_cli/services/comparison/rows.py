@@ -15,7 +15,7 @@ from tula_cli.plugins import nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import override
 from tula_cli.spec.methods import METHODS, Facts, facts_of
-from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.placeholders import find_placeholders
 from tula_cli.spec.scripts.script import Script
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import plural
@@ -50,12 +50,12 @@ def require_comparable_script(script: Script, *, seeds: int) -> None:
 
 
 def takes_seed(script: Script) -> bool:
-    return "seed" in names(script.command)
+    return "seed" in find_placeholders(script.command)
 
 
 def takes_lr(script: Script | None) -> bool:
     """Return whether a learning rate can be raised by hand; always in tula's own loop (None)."""
-    return script is None or "lr" in names(script.command)
+    return script is None or "lr" in find_placeholders(script.command)
 
 
 def default_seeds(script: Script | None) -> int:

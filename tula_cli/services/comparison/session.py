@@ -15,7 +15,7 @@ from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, rows, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
-from tula_cli.services.exporting.background import beside
+from tula_cli.services.exporting.background import send_beside
 from tula_cli.services.site_charges import with_site_billing
 from tula_cli.services.train import part_to_train as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, require_confirmed, warn_new_jobs
@@ -196,7 +196,7 @@ def _train(
     try:
         if part.spec.cluster.kind == "local":
             one_by_one = trainings.train_one_by_one(run, plan, launcher, inspect=dependencies.inspect)
-            yield from beside(run, None, map(ComparisonProgress, one_by_one))
+            yield from send_beside(run, None, map(ComparisonProgress, one_by_one))
             return
         tried: set[str] = set()
         while plan.missing:
@@ -206,7 +206,7 @@ def _train(
                     yield Note("the same command starts the next round once these trainings have ended")
                 return
             together = trainings.wait_for_all(run, plan, launcher, jobs)
-            yield from beside(run, None, map(ComparisonProgress, together))
+            yield from send_beside(run, None, map(ComparisonProgress, together))
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.advance_plan(run, plan, tried)
     except KeyboardInterrupt:

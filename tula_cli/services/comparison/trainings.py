@@ -124,7 +124,7 @@ def train_one_by_one(
             waiting = list(plan.missing)
             other_hours = total_hours((*waiting, *plan.standing.undecided), _expected_hours_now(run, plan))
         yield _describe_progress(plan)(
-            finished + (not problem), failed, None, None, _seconds(other_hours), ended=cell, problem=problem
+            finished + (not problem), failed, None, None, _hours_to_seconds(other_hours), ended=cell, problem=problem
         )
         if run.is_cancelled(job):  # the user wants an end, not the next one
             return
@@ -177,7 +177,7 @@ def _remaining_seconds(
     return None if own_seconds is None or other_hours is None else own_seconds + 3600 * other_hours
 
 
-def _seconds(hours: float | None) -> float | None:
+def _hours_to_seconds(hours: float | None) -> float | None:
     return None if hours is None else 3600 * hours
 
 
@@ -204,7 +204,7 @@ def wait_for_all(
         going_on = (*status.ACTIVE, "lost")
         newly_ended = [job for job in jobs if job in states and states[job].state not in going_on and job not in over]
         running = sum(job.state == "running" for job in states.values())
-        count = functools.partial(_counts, run, plan)
+        count = functools.partial(_count_trainings, run, plan)
         for job in newly_ended:
             over.add(job)
             finished, failed = count(states)
@@ -216,6 +216,6 @@ def wait_for_all(
         yield describe(finished, failed, None, None, None, running)
 
 
-def _counts(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
+def _count_trainings(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
     finished = sum(is_cell_ended(run, cell) for cell in plan.standing.wanted)
     return finished, sum(job.state in ENDED for job in states.values())

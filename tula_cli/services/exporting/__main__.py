@@ -14,7 +14,7 @@ from pathlib import Path
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.services.events import WarningEvent
-from tula_cli.services.exporting.export import asked, export
+from tula_cli.services.exporting.export import export, requested_trackers
 
 
 def main(path: str, by: str, *how: str) -> int:
@@ -26,7 +26,7 @@ def main(path: str, by: str, *how: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         run = RunDir.open(Path(path))
-        trackers = asked(run.spec(), (), uri=None, project=None, by=by)
+        trackers = requested_trackers(run.spec(), (), uri=None, project=None, by=by)
         work = export(
             run,
             trackers,

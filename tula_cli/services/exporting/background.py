@@ -88,7 +88,7 @@ def _train(run: RunDir, jobs: Sequence[str] | None) -> bool:
     return jobs is None or any(isinstance(task, TrainTask) and task.job in jobs for task in run.tasks())
 
 
-def beside(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
+def send_beside(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
     """Yield the events of waiting, and between them what goes wrong in sending the run meanwhile.
 
     Args:

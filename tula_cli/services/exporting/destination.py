@@ -147,7 +147,7 @@ def read(path: Path) -> Sent | None:
     return read_record(path, _SENT)
 
 
-def problems(folder: Path) -> list[str]:
+def describe_problems(folder: Path) -> list[str]:
     """Return what is wrong with trackers that a run is sent to, by what was written down in its folder of exports."""
     records = [read(path) for path in list_files(folder)]
     return [
@@ -187,11 +187,11 @@ def rows_to_send(path: Path, *, whole: bool) -> list[dict[str, Any]]:
         raise read_error(path, error) from error
     if lines and not lines[-1].endswith(b"\n"):  # still being written
         lines.pop()
-    rows = [row for row in map(_row, lines) if row]
+    rows = [row for row in map(_parse_row, lines) if row]
     return rows if whole else rows[: _newest_position(rows)]
 
 
-def _row(line: bytes) -> dict[str, Any]:
+def _parse_row(line: bytes) -> dict[str, Any]:
     """Return the object of a line; an empty one where a lost node has left half of it."""
     try:
         row = json.loads(line)
@@ -269,7 +269,7 @@ class Destination:
             SpecError: there is no such module or callable of the user's own.
         """
         if self.to not in _BUILTINS:
-            return called(load(self.to, {}, kind="exporter"), self)
+            return call_exporter(load(self.to, {}, kind="exporter"), self)
         module, _, attribute = _BUILTINS[self.to].partition(":")
         try:
             make = getattr(importlib.import_module(module), attribute)
@@ -281,10 +281,10 @@ class Destination:
             ) from error
         except ImportError as error:  # it is there, and what it needs is of another version
             raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
-        return called(make, self)
+        return call_exporter(make, self)
 
 
-def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:
+def call_exporter(make: Callable[..., Exporter], destination: Destination) -> Exporter:
     """Return the exporter that a callable makes of a place and a project.
 
     Raises:
@@ -321,19 +321,19 @@ def destination(
         SpecError: the place holds a password.
     """
     try:
-        place = without_password(uri) if uri else _default(to, run / FOLDER, environ)
+        place = without_password(uri) if uri else _default_place(to, run / FOLDER, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
-    return Destination(to, _absolute(to, place), project or job, home=str(run / FOLDER))
+    return Destination(to, _make_absolute(to, place), project or job, home=str(run / FOLDER))
 
 
-def _default(to: str, folder: Path, environ: Mapping[str, str]) -> str:
+def _default_place(to: str, folder: Path, environ: Mapping[str, str]) -> str:
     if to == "mlflow":
         return without_password(environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
     return str(folder / to) if to in TRACKERS else ""
 
 
-def _absolute(to: str, uri: str) -> str:
+def _make_absolute(to: str, uri: str) -> str:
     """Return a place that means the same from every folder."""
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"

@@ -40,7 +40,7 @@ def report_files(part: Part, *, page: Callable[[Document], str] | None = None) -
     """
     folder = part.run.path / "exports"
     wanted = [folder / "report.md", *([folder / "report.html"] if page else [])]
-    newest = max(_times(part.run.path), default=None)
+    newest = max(_source_times(part.run.path), default=None)
     if newest is None:
         return ()
     if any(not path.is_file() or path.stat().st_mtime < newest for path in wanted):
@@ -54,7 +54,7 @@ def report_files(part: Part, *, page: Callable[[Document], str] | None = None) -
     return tuple(wanted)
 
 
-def _times(run: Path) -> Iterator[float]:
+def _source_times(run: Path) -> Iterator[float]:
     for pattern in _TOLD_FROM:
         yield from (path.stat().st_mtime for path in run.glob(pattern))
 
@@ -137,7 +137,7 @@ def require_sent(exporteds: Iterable[Exported]) -> None:
         )
 
 
-def asked(
+def requested_trackers(
     spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None, by: str | None = None
 ) -> tuple[Export, ...]:
     """Return the trackers that are meant: those named, else those of the job file.
@@ -199,12 +199,12 @@ def export(
     """
     spec = run.spec()
     parts = parts_with_data(run, spec)
-    asks = active or _seldom(status_of)
-    targets = [_target(run, spec, parts, tracker, every, reports) for tracker in trackers]
+    asks = active or _ask_seldom(status_of)
+    targets = [_open_target(run, spec, parts, tracker, every, reports) for tracker in trackers]
     with ExitStack() as stack:
         for target in targets:
             owners = [stack.enter_context(session.held()) for session in target.sessions]
-            target.problem = next((_taken(target.place, owner) for owner in owners if owner), "")
+            target.problem = next((_describe_other_process(target.place, owner) for owner in owners if owner), "")
         busy = [target for target in targets if target.problem]
         targets = [target for target in targets if not target.problem]
         if busy and not targets:
@@ -212,19 +212,19 @@ def export(
         for target in busy:
             yield WarningEvent(target.problem)
         try:
-            yield from _looks(targets, parts, asks, follow=follow, stop=stop, sleep=sleep)
+            yield from _follow_looks(targets, parts, asks, follow=follow, stop=stop, sleep=sleep)
         except KeyboardInterrupt:
             raise Interruption("interrupted; what was sent is written down, and the next export goes on") from None
         finally:
-            yield from _closed(targets)
+            yield from _close_targets(targets)
     return tuple(target.exported for target in (*targets, *busy))
 
 
-def _taken(place: Destination, owner: str) -> str:
+def _describe_other_process(place: Destination, owner: str) -> str:
     return f"{place.words}: another process sends this run there ({owner})"
 
 
-def _looks(
+def _follow_looks(
     targets: Sequence[_Target],
     parts: Sequence[Part],
     asks: Callable[[Part], bool],
@@ -246,7 +246,7 @@ def _looks(
             return
         if now - last_word >= words.pause(now - began):
             last_word = now
-            yield Note(_words(targets))
+            yield Note(_describe_counts(targets))
         _sleep_until(min(target.again for target in targets), stop, sleep)
 
 
@@ -255,7 +255,7 @@ def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float
         sleep(min(1.0, remaining))
 
 
-def _closed(targets: Sequence[_Target]) -> Iterator[Event]:
+def _close_targets(targets: Sequence[_Target]) -> Iterator[Event]:
     for target in targets:
         try:
             target.close()
@@ -265,14 +265,14 @@ def _closed(targets: Sequence[_Target]) -> Iterator[Event]:
                 yield WarningEvent(error.message)
 
 
-def _words(targets: Sequence[_Target]) -> str:
+def _describe_counts(targets: Sequence[_Target]) -> str:
     return "; ".join(
         f"{words.plural(target.counted.points, 'point')} {'written for' if target.place.offline else 'sent to'} {target.place.to}"
         for target in targets
     )
 
 
-def _target(
+def _open_target(
     run: RunDir,
     spec: JobSpec,
     parts: Sequence[Part],
@@ -295,7 +295,7 @@ def status_of(part: Part) -> bool:
     return status.run_status(part.run, own_launcher, now=time.time()).active()
 
 
-def _seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
+def _ask_seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
     """Return the same question, asked of the scheduler no more often than `tula status --watch` would."""
     known: dict[Path, tuple[float, bool]] = {}
 

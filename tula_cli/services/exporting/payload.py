@@ -22,7 +22,7 @@ from tula_cli.run.step_series import StepSeries
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.exporting.destination import Described, Point, Scalar, State, digest
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.merge import leaves
+from tula_cli.spec.merge import flatten
 from tula_cli.words import configuration, first_line, plural
 from tula_cli.words import number as number_word
 
@@ -52,13 +52,13 @@ class Told:
         return {name: digest(part) for name, part in parts.items()}
 
 
-def settings(spec: JobSpec) -> dict[str, Scalar]:
+def export_settings(spec: JobSpec) -> dict[str, Scalar]:
     """Return a job's settings by their keys, `a.b.c`, those that say something; without what may be a secret."""
     content = spec.model_dump(mode="json", exclude={"export"})
-    return {key: value for key, given in leaves(content) if (value := _setting(key, given)) is not None}
+    return {key: value for key, given in flatten(content) if (value := _setting_value(key, given)) is not None}
 
 
-def _setting(key: str, value: Any) -> Scalar | None:
+def _setting_value(key: str, value: Any) -> Scalar | None:
     if isinstance(value, bool | int | float):
         return value if not isinstance(value, float) or math.isfinite(value) else None
     if value is None or value in ("", [], {}):
@@ -69,7 +69,7 @@ def _setting(key: str, value: Any) -> Scalar | None:
     return None if may_be_secret(name, str(value)) else str(value)
 
 
-def environment(environment: Environment | None) -> dict[str, Scalar]:
+def export_environment(environment: Environment | None) -> dict[str, Scalar]:
     """Return what something ran on; nothing where that is not known."""
     if environment is None:
         return {}
@@ -98,7 +98,7 @@ def environment(environment: Environment | None) -> dict[str, Scalar]:
 def environment_in(row: Mapping[str, Any]) -> dict[str, Scalar]:
     """Return what a row of metrics.jsonl says that a training runs on; nothing where it was damaged."""
     try:
-        return environment(Environment.model_validate(row))
+        return export_environment(Environment.model_validate(row))
     except ValidationError:
         return {}
 
@@ -121,7 +121,7 @@ def of_run(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tu
         Described("run", "run", name, min(moments, default=0.0)),
         "running" if active else "finished",
         max([*moments, *([answer.created_at] if answer else [])], default=0.0),
-        {**settings(part.spec), **environment(ran_on)},
+        {**export_settings(part.spec), **export_environment(ran_on)},
         _answer_words(answer),
         {"probes/measured": len(measured), "probes/in_all": len(results), **_answer_numbers(answer)},
         artifacts,
@@ -180,7 +180,7 @@ def of_probe(result: Result, name: str, parent: str, *, at: float) -> Told:
     sizes = {"nodes": nodes, "gpus_per_node": gpus, "batch": nodes * gpus * local, "local_batch": local}
     if isinstance(result, Measured):
         run = Described(result.id, "probe", name, result.measured_at - sum(result.step_times), parent)
-        params = {**sizes, "accumulate": result.accumulate, **environment(result.environment)}
+        params = {**sizes, "accumulate": result.accumulate, **export_environment(result.environment)}
         return Told(run, "finished", result.measured_at, params, {"outcome": result.kind}, probe_numbers(result))
     run = Described(result.id, "probe", name, at, parent)
     state: State = "failed" if result.kind == "failed" else "finished"
@@ -252,13 +252,13 @@ def of_training(look: Snapshot, tasks: Sequence[TrainTask], name: str, parent: s
         Described(task.job, "training", name, began, parent),
         state_of(training, active=active, cancelled=bool(look.cancelled_by(task.job))),
         ended,
-        {**settings(first.spec), **sizes, **_predicted(first)},
+        {**export_settings(first.spec), **sizes, **_predicted_values(first)},
         {**_attempt_words(attempts, tasks), **_tuning_words(training.tuning()), **_end_words(summary)},
-        dict(_finite(_end_numbers(summary, result, training.energy(), training.evaluations()))),
+        dict(_finite_numbers(_end_numbers(summary, result, training.energy(), training.evaluations()))),
     )
 
 
-def _predicted(task: TrainTask) -> dict[str, float]:
+def _predicted_values(task: TrainTask) -> dict[str, float]:
     names = ("hours", "hours_low", "hours_high", "cost", "step_time", "kwh")
     prediction = task.prediction
     predicted_values = {} if prediction is None else {f"predicted.{name}": getattr(prediction, name) for name in names}
@@ -330,7 +330,7 @@ _NO_CURVE = ("warning", "environment", "change", "branch")
 """Kinds of rows that have no place on a curve: they are words, or of other weights than the training's."""
 
 
-def points_of(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Point | int]:
+def collect_points(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Point | int]:
     """Yield one point for all rows at one position, in their order, and where a start went back to, as a number of samples.
 
     Args:
@@ -347,7 +347,7 @@ def points_of(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Poin
         if row["kind"] == "start":
             yield int(row["samples"])
         samples, time, batch = int(row["samples"]), float(row["time"]), row.get("batch") or batch
-        values |= _finite(_values({"batch": batch, **row}))
+        values |= _finite_numbers(_row_values({"batch": batch, **row}))
     if values:
         yield Point(samples, time, values)
 
@@ -372,43 +372,43 @@ def with_steps(points: Sequence[Point], kept: StepSeries, *, after: int) -> list
         if after < samples <= places[-1]:
             nearest = points[bisect_left(places, samples)]
             existing = points_by_samples.get(samples, Point(samples, nearest.time, {}))
-            values = _finite({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
+            values = _finite_numbers({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
             points_by_samples[samples] = Point(samples, existing.time, {**values, **existing.values})
     return [points_by_samples[samples] for samples in sorted(points_by_samples) if points_by_samples[samples].values]
 
 
-def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+def _row_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row by the names that they have at a tracker."""
     kind = row["kind"]
     values: dict[str, Any] = {"epoch": row.get("epoch")}
     if kind == "step":
-        values |= {f"train/{name}": row.get(name) for name in _STEP} | _pace(row) | _ags(row)
+        values |= {f"train/{name}": row.get(name) for name in _STEP} | _samples_per_second(row) | _ags_values(row)
     elif kind == "epoch":
         values |= {f"eval/{name}": row.get(key) for key, name in _EVALUATED.items()}
         values |= {f"eval/{name}": value for name, value in (row.get("metrics") or {}).items()}
         values |= {f"per_epoch/{name}": row.get(name) for name in _OF_PREDICTION}
         values |= {"train/loss": row.get("loss"), "train/lr": row.get("lr"), "train/batch": row.get("batch")}
-        values |= _ags(row) | _gradients(row.get("diagnostics")) | _of_method(row)
+        values |= _ags_values(row) | _gradient_quantiles(row.get("diagnostics")) | _of_method(row)
     elif kind in ("start", "stage"):
         values |= {f"train/{name}": row.get(name) for name in ("batch", "lr", "beta2", "nodes")}
         values |= {"attempt": row.get("attempt"), "stage": row.get("stage")}
     else:
-        values |= {f"{kind}/{name}": value for name, value in _leaves(row) if name not in (*_PLACE, "epoch")}
+        values |= {f"{kind}/{name}": value for name, value in _flatten_numbers(row) if name not in (*_PLACE, "epoch")}
     return values
 
 
-def _pace(row: Mapping[str, Any]) -> dict[str, float | None]:
+def _samples_per_second(row: Mapping[str, Any]) -> dict[str, float | None]:
     step, batch = row.get("step_time"), row.get("batch")
     return {"train/samples_per_second": batch / step if batch and step else None}
 
 
-def _ags(row: Mapping[str, Any]) -> dict[str, Any]:
+def _ags_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what gradient scaling did: mean factor, share of steps scaled, shares of factors at their bounds."""
     ags_row = row.get("ags") or {}
     return {f"ags/{name}": value for name, value in ags_row.items() if name not in ("so_far", "factors")}
 
 
-def _gradients(gradients: Mapping[str, Any] | None) -> dict[str, Any]:
+def _gradient_quantiles(gradients: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the quantiles of |G| and of Delta(G) over the steps of an epoch."""
     parts = {name: (gradients or {}).get(name) or {} for name in ("norm", "delta")}
     return {f"gradients/{name}_{which}": value for name, part in parts.items() for which, value in part.items()}
@@ -419,18 +419,18 @@ _EPOCH = {*_PLACE, *_EVALUATED, *_OF_PREDICTION, "epoch", "loss", "lr", "batch",
 
 def _of_method(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a training method of its own tells of an epoch."""
-    return {f"method/{name}": value for name, value in _leaves(row) if name.partition(".")[0] not in _EPOCH}
+    return {f"method/{name}": value for name, value in _flatten_numbers(row) if name.partition(".")[0] not in _EPOCH}
 
 
-def _leaves(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from _flatten_numbers(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+def _finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers and finite; a truth is 1 or 0."""
     return {
         name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)

@@ -18,11 +18,11 @@ from tula_cli.services.exporting import destination as state
 from tula_cli.services.exporting.destination import Destination, Exporter, Point, Sent, SentRun, State, TrackedRun
 from tula_cli.services.exporting.payload import (
     Told,
+    collect_points,
     environment_in,
     of_probe,
     of_run,
     of_training,
-    points_of,
     with_steps,
 )
 
@@ -209,7 +209,7 @@ class Session:
         rows = state.rows_to_send(files.metrics_path, whole=whole)
         starts = {float(row["time"]): int(row["samples"]) for row in rows if row["kind"] == "start"}
         went_back = min((samples for at, samples in starts.items() if at not in known.starts), default=known.samples)
-        points = [item for item in points_of(rows, batch=task.batch) if isinstance(item, Point)]
+        points = [item for item in collect_points(rows, batch=task.batch) if isinstance(item, Point)]
         if went_back >= known.samples and not any(point.samples > known.samples for point in points):
             return Counted()
         run, newest = self._opened(facts), known.samples

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tula_cli.models.choice.columns import columns
+from tula_cli.models.choice.columns import to_columns
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
 from tula_cli.run.directory import RunDir
@@ -195,7 +195,7 @@ def _forecast_configs(
     """Return the forecasts of configurations on demand and on spot nodes, and why others have none."""
     forecast = measurements.forecast
     whys = {config: forecast.why_not_begun(config) or forecast.why_unknown(config) for config in configs}
-    offers = forecast.table(*columns([config for config, why in whys.items() if not why]))
+    offers = forecast.table(*to_columns([config for config, why in whys.items() if not why]))
     on_demand, on_spot = (
         {Config(row.nodes, row.batch): row for row in rows.records()}
         for rows in (offers, forecast.trainings.on_spot(offers))

@@ -35,7 +35,7 @@ from tula_cli.services.recommendation.saves import newest_saves
 from tula_cli.services.recommendation.validation import Validation, cross_validate_strategies
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.spec.scripts.script import script_samples
-from tula_cli.spec.signature import signature
+from tula_cli.spec.signature import measurement_signature
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,9 @@ def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: st
     if facts.tunes or facts.measured_as or (train.diagnostics and not facts.scales):
         return False
     snapshot = run.code(task.code)
-    return (snapshot.digest if snapshot is not None else "") == code and signature(task.spec) == signature(probed_job)
+    return (snapshot.digest if snapshot is not None else "") == code and measurement_signature(
+        task.spec
+    ) == measurement_signature(probed_job)
 
 
 def _why_not_counted(measured: Sequence[Measured], task: TrainTask, environment: Mapping[str, Any] | None) -> str:

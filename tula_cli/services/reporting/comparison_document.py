@@ -70,9 +70,9 @@ def comparison_document(
 def describe_training_job(spec: JobSpec) -> str:
     """Return what is trained, in words: a model on a dataset, or a script."""
     if spec.script is not None:
-        from tula_cli.spec.scripts.placeholders import program
+        from tula_cli.spec.scripts.placeholders import program_name
 
-        return program(spec.script.command)
+        return program_name(spec.script.command)
     assert spec.model is not None and spec.dataset is not None  # where there is no script
     return f"{spec.model.name} on {spec.dataset.name}"
 

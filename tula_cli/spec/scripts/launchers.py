@@ -8,7 +8,15 @@ from typing import Literal
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.placeholders import SCRIPTS
-from tula_cli.spec.scripts.shell import Option, Word, filled, filled_in, launcher_options, read_options, split_commands
+from tula_cli.spec.scripts.shell import (
+    Option,
+    Word,
+    fill_options,
+    fill_placeholders,
+    launcher_options,
+    read_options,
+    split_commands,
+)
 from tula_cli.spec.yaml_text import parse_yaml
 from tula_cli.words import plural
 
@@ -207,19 +215,19 @@ def _launch(words: Sequence[Word], known: Known) -> Launch:
         if first.name == "accelerate" and [word.text for word in words[1:2]] != ["launch"]:
             raise SpecError("accelerate starts a script by accelerate launch", _WHOLE)
         if launcher is _SRUN:
-            return _srun(words[1:], known)
+            return _launch_by_srun(words[1:], known)
         size = 2 if first.name == "accelerate" else 1
         folder = first.text.rpartition("/")[0]  # its python is the one that runs the ranks
         interpreter = str(Path(folder, "python")) if folder else "python"
         start = words[:size] if launcher is _ACCELERATE else [Word(interpreter, interpreter, first.unknown)]
         return _take(launcher, start, words[size:], known)
     if _PYTHON.fullmatch(first.name):
-        return _python(words, known)
+        return _launch_by_python(words, known)
     size = next((place for place, word in enumerate(words, 1) if word.text.endswith(".sh")), 1)
     return _by_itself(Launch(tuple(words[:size]), tuple(words[size:])), known, is_script=first.text.endswith(".py"))
 
 
-def _python(words: Sequence[Word], known: Known) -> Launch:
+def _launch_by_python(words: Sequence[Word], known: Known) -> Launch:
     place = 1
     while place < len(words) and words[place].text.startswith("-") and words[place].text not in ("-m", "-c", "-"):
         place += 2 if words[place].text in ("-W", "-X") else 1
@@ -279,7 +287,7 @@ def _ask_processes(what: str, hint: str, known: Known) -> int:
     )
 
 
-def _processes(each: Option | None, total: Option | None, machines: int, known: Known, *, missing: str) -> int:
+def _processes_per_node(each: Option | None, total: Option | None, machines: int, known: Known, *, missing: str) -> int:
     """Return the processes of a node, by an option for them or for those of all nodes."""
     world = _number(total) if each is None else None
     if world is None:
@@ -289,7 +297,7 @@ def _processes(each: Option | None, total: Option | None, machines: int, known: 
     return world // machines
 
 
-def _counted(
+def _with_counts(
     launch: Launch, launcher: str, machines: int, processes: int, nodes: Option | None, each: Option | None
 ) -> Launch:
     """Return a launch with its numbers of nodes and processes, and the options that gave them."""
@@ -300,7 +308,7 @@ def _counted(
 
 def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], known: Known) -> Launch:
     """Return a launcher's command: what each rank runs, or for accelerate itself with the numbers that tula gives."""
-    options, rest = _options(launcher, words)
+    options, rest = _split_options(launcher, words)
     if not rest:
         raise SpecError("the command has a launcher but no script", _WHOLE)
     given = {option.meaning: option for option in options}
@@ -319,25 +327,25 @@ def _take(launcher: _Launcher, start: Sequence[Word], words: Sequence[Word], kno
         processes = 1
     else:
         missing = f"--{launcher.per_node or launcher.total}".replace("--n ", "-n ").split()[0]
-        processes = _processes(each, total, machines, known, missing=missing)
+        processes = _processes_per_node(each, total, machines, known, missing=missing)
     if launcher is _ACCELERATE:
         taken = {*_ACCELERATE_ON_NODES.replace("--", "").split(), "multi_gpu"}
         others = [word for option in options if option.meaning not in taken for word in option.words]
-        program = (*start, *map(filled, _ACCELERATE_ON_NODES.split()), *others, rest[0])
+        program = (*start, *map(fill_placeholders, _ACCELERATE_ON_NODES.split()), *others, rest[0])
         launch = Launch(program, tuple(rest[1:]), "node")
-        return _counted(launch, launcher.name, machines, processes, nodes, each or total)
+        return _with_counts(launch, launcher.name, machines, processes, nodes, each or total)
     if launcher is _COMPOSER:
         machines = max(1, count(total, PROCESSES, known) // processes) if total else 1
-        start = (Word("env", "env"), filled("NODE_RANK={node_rank}"), *start)  # which torchrun does not set
+        start = (Word("env", "env"), fill_placeholders("NODE_RANK={node_rank}"), *start)  # which torchrun does not set
     module = [Word("-m", "-m")] if given.keys() & {"m", "module", "module_mode"} else []
     program = (*(() if given.keys() & {"no_python"} else start), *module, rest[0])
     hands_on = launcher.local_rank and not given.keys() & {"use_env", "no_local_rank"}
     flag = _local_rank_flag(known.folder / rest[0].text) if hands_on else ""
-    rank_option = (filled(f"{flag}={{local_rank}}"),) if flag else ()
-    return _counted(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
+    rank_option = (fill_placeholders(f"{flag}={{local_rank}}"),) if flag else ()
+    return _with_counts(Launch(program, (*rank_option, *rest[1:])), launcher.name, machines, processes, nodes, each)
 
 
-def _options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Option], list[Word]]:
+def _split_options(launcher: _Launcher, words: Sequence[Word]) -> tuple[list[Option], list[Word]]:
     """Return a launcher's options and the words behind them. The start of a name will do for those with a number."""
     options, rest = launcher_options(words, _is_start)
     numbers = f"{launcher.nodes} {launcher.per_node} {launcher.total}".split()
@@ -381,7 +389,7 @@ def _accelerate_config(path: str, known: Known) -> dict[str, Option]:
     return {name: Option((written,), f"{name} ", value) for name, (written, value) in words.items()}
 
 
-def _srun(words: Sequence[Word], known: Known) -> Launch:
+def _launch_by_srun(words: Sequence[Word], known: Known) -> Launch:
     options, rest = slurm_options(words)
     if not rest:
         raise SpecError("the command has a launcher but no script", _WHOLE)
@@ -397,9 +405,9 @@ def _srun(words: Sequence[Word], known: Known) -> Launch:
     if launch.launcher:  # it starts the processes, and srun has it once a node
         return launch if launch.nodes > 1 else replace(launch, nodes=machines)
     if not (each or tasks) and known.tasks_per_node:
-        return _counted(launch, "srun", machines, known.tasks_per_node, nodes, None)
-    per_node = _processes(each, tasks, machines, known, missing="srun's --ntasks-per-node")
-    return _counted(launch, "srun", machines, per_node, nodes, each or tasks)
+        return _with_counts(launch, "srun", machines, known.tasks_per_node, nodes, None)
+    per_node = _processes_per_node(each, tasks, machines, known, missing="srun's --ntasks-per-node")
+    return _with_counts(launch, "srun", machines, per_node, nodes, each or tasks)
 
 
 _SLURM_SHORT = {
@@ -452,7 +460,7 @@ def _by_itself(launch: Launch, known: Known, *, is_script: bool) -> Launch:
     trainer = by_name if is_lightning else {}
     trainer = trainer | {option.name: option for option in given if "trainer" in option.path[:-1]}
     if {"devices", "gpus", "num_nodes"} & trainer.keys():
-        return _lightning(launch, trainer, known)
+        return _launch_by_lightning(launch, trainer, known)
     if known.starts_ranks:
         return launch
     several = next((option for option in given if _is_several(option)), None)
@@ -466,7 +474,7 @@ def _by_itself(launch: Launch, known: Known, *, is_script: bool) -> Launch:
         )
     else:
         return launch
-    return _counted(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
+    return _with_counts(replace(launch, launch="rank" if each == 1 else "node"), name, 1, each, None, several)
 
 
 def _is_several(option: Option) -> bool:
@@ -479,24 +487,26 @@ def _is_several(option: Option) -> bool:
     return bool(re.fullmatch(r"\[?\d+(,\d+)+\]?", value)) or "{gpus_per_node=" in value
 
 
-def _lightning(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
+def _launch_by_lightning(launch: Launch, options: Mapping[str, Option], known: Known) -> Launch:
     """Return the launch of a script with Lightning's trainer: torchrun on each node, or it takes tasks of SLURM for its ranks."""
     devices, nodes = options.get("devices") or options.get("gpus"), options.get("num_nodes")
     processes = count(devices, PROCESSES, known, missing="--trainer.devices")
     machines = count(nodes, NODES, known) if nodes else 1
-    arguments = filled_in(launch.arguments, [(devices, "{gpus_per_node}"), (nodes, "{nodes}")])
+    arguments = fill_options(launch.arguments, [(devices, "{gpus_per_node}"), (nodes, "{nodes}")])
     if nodes is None and devices is not None and devices.path[:-1]:
         path = ".".join(devices.path[:-1])
         is_flag = devices.flag.startswith("--")
-        arguments += map(filled, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"])
+        arguments += map(
+            fill_placeholders, [f"--{path}.num_nodes", "{nodes}"] if is_flag else [f"++{path}.num_nodes={{nodes}}"]
+        )
     is_python = bool(_PYTHON.fullmatch(launch.program[0].name))
     size = 2 if [word.text for word in launch.program[-2:-1]] == ["-m"] else 1
     script = launch.program[-size:]
     start = launch.program[:-size] if is_python else (Word("python", "python"),)
     bare = () if is_python or script[0].text.endswith(".py") else (Word("--no-python", ""),)
-    program = (*start, *map(filled, _TORCHRUN_ON_NODES.split()), *bare, *script)
+    program = (*start, *map(fill_placeholders, _TORCHRUN_ON_NODES.split()), *bare, *script)
     launch = replace(launch, program=program, arguments=tuple(arguments), launch="node")
-    return _counted(launch, "lightning", machines, processes, nodes, devices)
+    return _with_counts(launch, "lightning", machines, processes, nodes, devices)
 
 
 def per_node_words(processes: int) -> str:

@@ -40,7 +40,7 @@ SCRIPTS = (".py", ".sh")
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
-def names(text: str) -> tuple[str, ...]:
+def find_placeholders(text: str) -> tuple[str, ...]:
     """Return the placeholders of a text, in their order.
 
     Raises:
@@ -53,7 +53,7 @@ def names(text: str) -> tuple[str, ...]:
         if token[1] is None:
             raise ValueError(f"a single {token[0]} in {text!r}: write {token[0] * 2} for a brace that is meant")
         if token[1] not in PLACEHOLDERS:
-            raise ValueError(_unknown(token[1]))
+            raise ValueError(_describe_unknown(token[1]))
         found_names.append(token[1])
     return tuple(found_names)
 
@@ -77,8 +77,8 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
         KeyError: a placeholder has no value.
         ValueError: see `names`.
     """
-    names(text)
-    return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _written(values[token[1]]), text)
+    find_placeholders(text)
+    return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _format_value(values[token[1]]), text)
 
 
 FOR_A_SHELL = "is for a shell, and tula starts the command without one"
@@ -103,7 +103,7 @@ def of_a_shell(command: str) -> str:
     return next((word for word in bare.split() if _OF_A_SHELL.fullmatch(word)), "")
 
 
-def program(command: str) -> str:
+def program_name(command: str) -> str:
     """Return what a command is called by on the screen: the name of its script's file, else of its module or program."""
     words = shlex.split(command)
     files = [word for word in words if PurePath(word).suffix in SCRIPTS]
@@ -112,12 +112,12 @@ def program(command: str) -> str:
     return PurePath((files or words)[0]).name
 
 
-def _written(value: str | float) -> str:
+def _format_value(value: str | float) -> str:
     """Return a value as a command line has it: 0.1 + 0.2 is 0.3, and 32.0 is 32."""
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
-def _unknown(name: str) -> str:
+def _describe_unknown(name: str) -> str:
     near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
     hint = f"did you mean {{{near[0]}}}" if near else f"there are {', '.join(PLACEHOLDERS)}"
     return f"no placeholder {{{name}}}; {hint}; braces that are meant are doubled"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tula_cli.spec.scripts.placeholders import BATCHES, names, program
+from tula_cli.spec.scripts.placeholders import BATCHES, find_placeholders, program_name
 from tula_cli.spec.scripts.recognition import Recognised
 from tula_cli.spec.scripts.script import default_train
 from tula_cli.words import plural
@@ -25,17 +25,17 @@ class Missing:
 
 def job_name(recognised: Recognised) -> str:
     """Return the name of the job: that of the script, in the letters that a name may have."""
-    stem = re.sub(r"\.(py|sh)$", "", program(recognised.script["command"]))
+    stem = re.sub(r"\.(py|sh)$", "", program_name(recognised.script["command"]))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
     return name[:64] or "job"
 
 
-def missing(recognised: Recognised) -> tuple[Missing, ...]:
+def list_missing(recognised: Recognised) -> tuple[Missing, ...]:
     """Return what the command does not tell, in the order of the file: what is required, and what is worth a thought."""
-    return tuple(_missing(recognised.script, set(names(recognised.script["command"]))))
+    return tuple(_missing_parts(recognised.script, set(find_placeholders(recognised.script["command"]))))
 
 
-def _missing(script: dict[str, Any], placeholders: set[str]) -> Iterator[Missing]:
+def _missing_parts(script: dict[str, Any], placeholders: set[str]) -> Iterator[Missing]:
     if "out" not in placeholders:
         yield Missing(
             "script.command", "{out} in place of its output folder, or a probe writes where the training does"
@@ -68,14 +68,14 @@ def _missing(script: dict[str, Any], placeholders: set[str]) -> Iterator[Missing
     )
 
 
-def sections(recognised: Recognised) -> str:
+def write_sections(recognised: Recognised) -> str:
     """Return sections `script` and `train` as YAML with comments; what is missing and required is a comment."""
     script = recognised.script
     lines = [
         "script:",
         f"  command: {yaml_word(script['command'])}",
         f"  launch: {script['launch']} # rank: tula starts a process a GPU; node: one a node, which starts its ranks itself",
-        *_length(script),
+        *_length_lines(script),
         _dataset_size(script),
         *_reference(recognised),
         *_resume(script),
@@ -93,7 +93,7 @@ def sections(recognised: Recognised) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _length(script: dict[str, Any]) -> Iterator[str]:
+def _length_lines(script: dict[str, Any]) -> Iterator[str]:
     if "length" in script:
         ((kind, count),) = script["length"].items()
         others = [f"{{{other}: N}}" for other in ("epochs", "samples", "steps") if other != kind]
@@ -113,13 +113,13 @@ def _needs_a_size(script: dict[str, Any], placeholders: set[str]) -> bool:
 
 
 def _dataset_size(script: dict[str, Any]) -> str:
-    if _needs_a_size(script, set(names(script["command"]))):
+    if _needs_a_size(script, set(find_placeholders(script["command"]))):
         return "  # dataset_size: 50000 # REQUIRED: samples of an epoch, which {steps} follow from"
     return "  # dataset_size: auto # samples of an epoch; auto: as its DataLoader says, in the probes"
 
 
 def _reference(recognised: Recognised) -> Iterator[str]:
-    reference, placeholders = recognised.script["reference"], set(names(recognised.script["command"]))
+    reference, placeholders = recognised.script["reference"], set(find_placeholders(recognised.script["command"]))
     yield (
         "  reference: # what the script was tuned for"
         if reference
@@ -153,7 +153,7 @@ def _batch_words(recognised: Recognised) -> str:
 
 def _resume(script: dict[str, Any]) -> Iterator[str]:
     args = script.get("resume", {}).get("args", "--resume {checkpoint}")
-    if "resume" in script and "out" in names(script["command"]):
+    if "resume" in script and "out" in find_placeholders(script["command"]):
         yield "  resume: # without it a training that is interrupted begins anew"
         yield f"    args: {yaml_word(args)} # appended where there is a checkpoint"
         yield '    checkpoint: "{out}/*" # of what matches, the newest: narrow it down to what the script saves'
@@ -164,7 +164,7 @@ def _resume(script: dict[str, Any]) -> Iterator[str]:
 
 
 def _train(recognised: Recognised) -> Iterator[str]:
-    values, placeholders = recognised.values, set(names(recognised.script["command"]))
+    values, placeholders = recognised.values, set(find_placeholders(recognised.script["command"]))
     chosen, reason = default_train(recognised.script["command"])
     yield f"  method: {chosen['method']} # {reason}; or lbt, lrs, ags, ortho"
     if "lr_scaling" in chosen:

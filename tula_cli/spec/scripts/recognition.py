@@ -10,7 +10,7 @@ from tula_cli.errors import SpecError
 from tula_cli.spec.scripts.command_text import TrainingCommand, refuse_unknown, training_command
 from tula_cli.spec.scripts.launchers import Known, Launch, Unknown, find_launcher, per_node_words
 from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
-from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, Word, filled_in, read_options
+from tula_cli.spec.scripts.shell import MAY_BE_BATCH, Option, Word, fill_options, read_options
 from tula_cli.words import parse_number, plural
 
 _DEVICE = r"(?:gpu|device|rank|replica|proc(?:ess)?)"
@@ -99,7 +99,7 @@ class Recognised:
         ])  # fmt: skip
 
 
-def recognise(line: str, known: Known | None = None, *, keeps_setup: bool = False) -> Recognised:
+def recognise_line(line: str, known: Known | None = None, *, keeps_setup: bool = False) -> Recognised:
     """Return what section `script` would be for a command line.
 
     `--batch-size` under a launcher is taken for that of one process, as nearly all scripts mean it; the first probe tells
@@ -125,7 +125,7 @@ def recognise_command(command: TrainingCommand, known: Known) -> Recognised:
     for word in (*launch.wrapper, *words):
         refuse_unknown(word)
     return Recognised(
-        reader.section(" ".join(_quoted(_literal(word)) for word in words)),
+        reader.section(" ".join(_quote_word(_escape_braces(word)) for word in words)),
         launch.per_node,
         reader.flags,
         reader.values,
@@ -166,9 +166,9 @@ class _Reader:
             self.flags[option.label] = placeholder
             self.values[placeholder] = option.value.text.removesuffix("ep")
             values.append((option, f"{{{placeholder}}}{'ep' * option.value.text.endswith('ep')}"))
-        result = filled_in(words, values)
+        result = fill_options(words, values)
         for option in reversed(options):
-            if _meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
+            if _option_meaning(option) == "resume" and option.value.text and option.words[0].text.startswith("-"):
                 self.resume = f"{option.flag}{{checkpoint}}"
                 self.sources.append((option.written, "script.resume: a training begins without"))
                 del result[option.place : option.place + len(option.words)]
@@ -188,10 +188,10 @@ class _Reader:
     def _other_roles(self, options: Sequence[Option]) -> Iterator[tuple[Option, str]]:
         """Yield the options other than those of the batch whose values give way, each with its placeholder."""
         seen = {*self.by_hand}
-        if len([option for option in options if _meaning(option) == "lr"]) > 1:
+        if len([option for option in options if _option_meaning(option) == "lr"]) > 1:
             seen.add("lr")  # of several optimizers
         for option in options:
-            placeholder, text = _meaning(option), option.value.text
+            placeholder, text = _option_meaning(option), option.value.text
             if option.name == "max_duration" and re.fullmatch(r"\d+ep", text):  # composer
                 yield option, "epochs"
             elif (
@@ -215,7 +215,7 @@ class _Reader:
         for option in options:
             is_training = not any(_OTHER_PHASE.search(part) for part in option.path)
             if is_training and (option.flag.lower() != "b=" or _fits("batch", option.value.text)):  # b=x is no batch
-                kinds.setdefault(_meaning(option), []).append(option)
+                kinds.setdefault(_option_meaning(option), []).append(option)
         of_all = kinds.get("batch", [])
         of_one = [*kinds.get("local_batch", []), *kinds.get("some_batch", [])]
         answer = self.known.answers.get("option of the batch", "")
@@ -257,14 +257,14 @@ class _Reader:
     def _is_of_all(self, option: Option, options: Sequence[Option]) -> bool:
         """Return whether an option gives the batch of all processes, and not of one."""
         name, launcher = option.name, self.launch.launcher
-        if self.ranks == 1 or _meaning(option) in ("local_batch", "micro_batch"):
+        if self.ranks == 1 or _option_meaning(option) in ("local_batch", "micro_batch"):
             return False
         if launcher == "yolo" or (name.startswith("batch") and len({each.name for each in options} & _YOLO) > 1):
             return True  # yolov5 and its kin
         is_yacs = len(option.path) > 1 and option.flag[:1].isupper() and option.path[0] != "data"
-        is_split = any(_meaning(each) == "micro_batch" for each in options)
+        is_split = any(_option_meaning(each) == "micro_batch" for each in options)
         by_custom = (
-            _meaning(option) == "some_batch"
+            _option_meaning(option) == "some_batch"
             and not is_split
             and (name != "train_batch_size" or launcher == "accelerate")
         )
@@ -279,7 +279,10 @@ class _Reader:
 
     def _accumulation(self, option: Option, batch: Option) -> str:
         """Return whose micro-batches an option counts: {accumulate} a process's, {accumulate_total} those of all."""
-        certain = option.name != "gradient_accumulation_steps" or _meaning(batch) in ("local_batch", "micro_batch")
+        certain = option.name != "gradient_accumulation_steps" or _option_meaning(batch) in (
+            "local_batch",
+            "micro_batch",
+        )
         if self.ranks == 1 or certain or self.launch.launcher in ("accelerate", "deepspeed"):
             return "accumulate"
         value = option.value.text
@@ -321,7 +324,7 @@ class _Reader:
         return section
 
 
-def _meaning(option: Option) -> str:
+def _option_meaning(option: Option) -> str:
     return next((meaning for meaning, names in _MEANINGS.items() if re.fullmatch(names, option.name)), "")
 
 
@@ -339,7 +342,7 @@ def _no_batch(options: Sequence[Option], words: Sequence[Word]) -> SpecError:
     known_options = (
         f"the options are {', '.join(names)}, and none is known for one" if names else "it has no options with values"
     )
-    numbers = [option for option in options if _fits("batch", option.value.text) and not _meaning(option)]
+    numbers = [option for option in options if _fits("batch", option.value.text) and not _option_meaning(option)]
     maybe = [f"{option.flag}{{local_batch}}" for option in numbers if MAY_BE_BATCH.search(option.flag)]
     example = maybe[0] if maybe else "--batch-size {local_batch}"
     message = f"no batch in {line!r}: {known_options}"
@@ -365,23 +368,23 @@ def _fits(placeholder: str, text: str) -> bool:
     return (placeholder == "out" and bool(text)) or (value is not None and (value > 0 or placeholder != "lr"))
 
 
-def _literal(word: Word) -> str:
+def _escape_braces(word: Word) -> str:
     """Return a word with its braces doubled, but for those of placeholders."""
     if word.filled:
         return word.text
     result, end = "", 0
     for match in _BY_HAND.finditer(word.text):
         if match[1] in PLACEHOLDERS:
-            result += _doubled(word.text[end : match.start()]) + f"{{{match[1]}}}"
+            result += _double_braces(word.text[end : match.start()]) + f"{{{match[1]}}}"
             end = match.end()
-    return result + _doubled(word.text[end:])
+    return result + _double_braces(word.text[end:])
 
 
-def _doubled(text: str) -> str:
+def _double_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-def _quoted(word: str) -> str:
+def _quote_word(word: str) -> str:
     """Return a word as a shell wants it; braces alone, as of placeholders, need no quotes."""
     bare = word.replace("{", "").replace("}", "")
     return word if word and (not bare or bare == shlex.quote(bare)) else shlex.quote(word)

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, model_validator
 
 from tula_cli.spec.kinds import Line, Positive, PositiveFloat, Section, shell_words
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.old_keys import advice
-from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, OF_A_RANK, names, of_a_shell
+from tula_cli.spec.old_keys import advise_key
+from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, OF_A_RANK, find_placeholders, of_a_shell
 from tula_cli.spec.sections import Dataset, Model, Optimizer
 from tula_cli.words import plural
 
@@ -18,7 +18,7 @@ from tula_cli.words import plural
 
 
 def _require_known_placeholders(text: str) -> str:
-    names(text)
+    find_placeholders(text)
     return text
 
 
@@ -133,17 +133,17 @@ class Script(Section):
     def placeholders(self) -> frozenset[str]:
         """The placeholders of all that may be on its command line."""
         parts = (self.command, self.resume.args if self.resume else "", self.probe.args)
-        return frozenset(name for part in parts for name in names(part))
+        return frozenset(name for part in parts for name in find_placeholders(part))
 
     @property
     def accumulates(self) -> bool:
         """Whether its command can be told to take a batch in more and smaller micro-batches."""
-        placeholders = set(names(self.command))
+        placeholders = set(find_placeholders(self.command))
         return "micro_batch" in placeholders and bool(placeholders & {"accumulate", "accumulate_total"})
 
     @model_validator(mode="after")
     def _has_a_batch(self) -> "Script":
-        placeholders = set(names(self.command))
+        placeholders = set(find_placeholders(self.command))
         if not placeholders & BATCHES:
             raise ValueError(
                 "command has no batch that tula could choose; write {local_batch} (a GPU's), {batch} (all GPUs') or"
@@ -175,7 +175,7 @@ class Script(Section):
         for name in ("steps", "samples"):
             if name in placeholders and self.known_dataset_size is None:
                 raise ValueError(f"command asks for {{{name}}}: with length.epochs, give dataset_size")
-        if "checkpoint" in names(self.command):
+        if "checkpoint" in find_placeholders(self.command):
             raise ValueError("{checkpoint} belongs into resume.args: at the start there is none")
         return self
 
@@ -200,7 +200,7 @@ def default_train(command: object) -> tuple[dict[str, str], str]:
     """
     reason = "the batch of a script cannot change while it trains"
     try:
-        takes_rate = isinstance(command, str) and bool({"lr", "lr_factor"} & set(names(command)))
+        takes_rate = isinstance(command, str) and bool({"lr", "lr_factor"} & set(find_placeholders(command)))
     except ValueError:
         takes_rate = False
     if takes_rate:
@@ -222,13 +222,13 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
         raise ValueError(f"{' and '.join(foreign)} mean nothing beside script, which builds its own; leave them out")
     train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
-    if unknown := sorted(key for key in train.keys() - TRAIN if not advice(f"train.{key}")):
+    if unknown := sorted(key for key in train.keys() - TRAIN if not advise_key(f"train.{key}")):
         raise ValueError(
             f"train.{unknown[0]} means nothing to a script, whose command says what it does; of section train it has"
             f" {', '.join(sorted(TRAIN))}"
         )
     if "method" not in train:
-        default, _ = default_train(_mapping(content["script"]).get("command"))
+        default, _ = default_train(_as_mapping(content["script"]).get("command"))
         train = {"method": "lbt", **train} if "lr_scaling" in train else {**default, **train}
     method = train["method"]
     if method not in (there_are := [name for name, facts in METHODS.items() if facts.on_scripts]):
@@ -237,7 +237,7 @@ def fill_script_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not METHODS[method].reads_ags and content.get("ags") is not None:
         raise ValueError(f"section ags means nothing to train.method {method}; leave it out, or set train.method: ags")
-    length, reference = (_part(content["script"], name) for name in ("length", "reference"))
+    length, reference = (_mapping_at(content["script"], name) for name in ("length", "reference"))
     return {
         **content,
         "model": Model(name=""),
@@ -255,11 +255,11 @@ def _fill_ags_defaults(content: Mapping[str, Any]) -> Any:
     return {"preset": PRESET, **given} if isinstance(given, Mapping) else given
 
 
-def _part(script: Any, name: str) -> Mapping[str, Any]:
-    return _mapping(_mapping(script).get(name))
+def _mapping_at(script: Any, name: str) -> Mapping[str, Any]:
+    return _as_mapping(_as_mapping(script).get(name))
 
 
-def _mapping(part: Any) -> Mapping[str, Any]:
+def _as_mapping(part: Any) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 

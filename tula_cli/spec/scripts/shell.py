@@ -224,7 +224,7 @@ class _Scanner:
             texts[0] = str(Path.home()) + texts[0][1:]
         if len(texts) > 1:  # each of them has what is not known of it
             return [Word(text, text, text[text.index("$") :] if "$" in text else "") for text in texts if text]
-        return [Word(text, raw, unknown or _pattern(bare, text)) for text in texts if text or is_quoted]
+        return [Word(text, raw, unknown or _shell_pattern(bare, text)) for text in texts if text or is_quoted]
 
     def _value(self, expansion: str) -> tuple[str, bool]:
         """Return the text that stands for an expansion, and whether nothing in it is left to a shell."""
@@ -247,7 +247,7 @@ class _Scanner:
         return text, unknown
 
 
-def _pattern(bare: str, text: str) -> str:
+def _shell_pattern(bare: str, text: str) -> str:
     """Return a text of which a shell would make several words, or names of files; else nothing."""
     if _SEVERAL.search(bare):
         return text
@@ -297,8 +297,8 @@ class Option:
     def filled(self, value: str) -> tuple[Word, ...]:
         """Return its words with a text that holds placeholders as its value."""
         if self.flag.endswith(" "):
-            return (self.words[0], filled(value))
-        return (filled(f"{self.flag}{value}"),)
+            return (self.words[0], fill_placeholders(value))
+        return (fill_placeholders(f"{self.flag}{value}"),)
 
 
 def read_options(words: Sequence[Word]) -> list[Option]:
@@ -312,7 +312,7 @@ def read_options(words: Sequence[Word]) -> list[Option]:
             option = Option((word,), f"{flag}=", replace(word, text=value), place)
         elif match := _ATTACHED.fullmatch(word.text):
             option = Option((word,), match[1], replace(word, text=match[2]), place)
-        elif after is not None and (_YACS_KEY.fullmatch(word.text) or _takes(word.text, after.text)):
+        elif after is not None and (_YACS_KEY.fullmatch(word.text) or _takes_value(word.text, after.text)):
             option = Option((word, after), f"{word.text} ", after, place)
         if option is not None:
             options.append(option)
@@ -320,7 +320,7 @@ def read_options(words: Sequence[Word]) -> list[Option]:
     return options
 
 
-def _takes(flag: str, after: str) -> bool:
+def _takes_value(flag: str, after: str) -> bool:
     is_list = flag.lstrip("-").replace("-", "_") in _LISTS or _YACS_KEY.fullmatch(after)
     return is_option(flag) and not is_option(after) and not is_list
 
@@ -329,12 +329,12 @@ def is_option(text: str) -> bool:
     return text.startswith("-") and parse_number(text) is None
 
 
-def filled(text: str) -> Word:
+def fill_placeholders(text: str) -> Word:
     """Return a word with placeholders of tula."""
     return Word(text, text, filled=True)
 
 
-def filled_in(words: Sequence[Word], values: Sequence[tuple[Option | None, str]]) -> list[Word]:
+def fill_options(words: Sequence[Word], values: Sequence[tuple[Option | None, str]]) -> list[Word]:
     """Return words with texts in place of the values of options that are among them."""
     result = list(words)
     for option, text in sorted(((o, text) for o, text in values if o), key=lambda pair: -pair[0].place):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tula_cli.errors import JobFailed
 from tula_cli.plugins import is_import_string, load
 from tula_cli.spec.job import JobSpec, lr_scale, reference_rate, warmup_epochs
-from tula_cli.spec.schedules import scheduled, warmup_factor
+from tula_cli.spec.schedules import scheduled_lr, warmup_factor
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
 
 
@@ -28,7 +28,7 @@ def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
         base *= warmup_factor(epoch, warmup, scale)
     if is_import_string(spec.schedule.kind):
         return base * user_schedule_factor(spec)(epoch)
-    return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
+    return scheduled_lr(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
 
 def user_schedule_factor(spec: JobSpec) -> Callable[[float], float]:

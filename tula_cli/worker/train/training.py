@@ -324,7 +324,7 @@ class Training:
         self.context.energy.save()
         epoch = self.trainer.position.epoch
         # Rank 0 alone knows the best epoch.
-        if is_best := self.first and early_stopping.better(
+        if is_best := self.first and early_stopping.is_better(
             result.values, self.best, self.task.spec.train.best_checkpoint
         ):
             self._remember_best(result)
@@ -346,12 +346,12 @@ class Training:
             return
         why = ""
         if self.first and epoch < train.epochs:
-            why = early_stopping.reached(result.values, self.best, train, epoch=epoch)
+            why = early_stopping.describe_stop(result.values, self.best, train, epoch=epoch)
         self.ended = self.trainer.ranks.gather(why)[0]
 
     def _remember_best(self, result: Evaluation) -> None:
         """Keep an evaluation as the best so far."""
-        self.best = early_stopping.remembered(
+        self.best = early_stopping.remember_best(
             result.values, self.task.spec.train.best_checkpoint, epoch=self.trainer.position.epoch
         )
 

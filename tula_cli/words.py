@@ -20,12 +20,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{min(max(decimals, 0), 12)}f}"
 
 
-def perplexity(loss: float) -> float:
+def perplexity_of(loss: float) -> float:
     """Return the perplexity of a mean loss in nats a token; huge, and not infinite, where the loss is huge."""
     return math.exp(min(loss, 700.0))
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Return a time with its unit."""
     if seconds is None:
         return "-"
@@ -47,7 +47,7 @@ def interval_of_hours(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return ""
     wide = ", too wide to decide by" * is_too_wide(low, high)
-    return f" ({duration(3600 * low)} to {duration(3600 * high)}{wide})"
+    return f" ({format_duration(3600 * low)} to {format_duration(3600 * high)}{wide})"
 
 
 def time_unit(longest: float) -> tuple[float, str]:
@@ -120,13 +120,13 @@ def parse_number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def near(path: Path) -> str:
+def relative_path(path: Path) -> str:
     """Return a path as it is seen from the working directory, where it lies in it."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
@@ -135,17 +135,17 @@ def size_unit(largest: float | None) -> tuple[float, str]:
     return (1024**2, "MiB") if largest is not None and largest < 1024**3 else (1024**3, "GiB")
 
 
-def size(value: float | None, divisor: float) -> str:
+def format_size(value: float | None, divisor: float) -> str:
     return "-" if value is None else number(value / divisor)
 
 
-def amount(value: float) -> str:
+def format_bytes(value: float) -> str:
     """Return bytes with their unit."""
     divisor, unit = size_unit(value)
     return f"{number(value / divisor)} {unit}"
 
 
-def moment(at: float | None) -> str:
+def format_moment(at: float | None) -> str:
     return "-" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
@@ -157,7 +157,7 @@ _STAMP = re.compile(
 _TAG = re.compile(r"\[rank([0-9]+)\]: ?")
 
 
-def stamped(line: str) -> str:
+def stamp_line(line: str) -> str:
     """Return a line of a log with the time before it."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {line}"
 
@@ -185,7 +185,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def tag(rank: int) -> str:
+def rank_tag(rank: int) -> str:
     """Return what stands before a rank's line in a log that several share, as torch marks its own."""
     return f"[rank{rank}]: "
 
@@ -196,7 +196,7 @@ def rank_of(line: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def progress(
+def describe_progress(
     *,
     of: int | None,
     epoch: float | None,
@@ -211,10 +211,10 @@ def progress(
     text = f"{epochs}sample {samples}: batch {batch}"
     text += "" if loss is None else f", loss {number(loss, 4)}"
     text += f", {number(batch / step_time)} samples/s" if step_time > 0 else ""
-    return text + ("" if left is None else f", {duration(left)} left")
+    return text + ("" if left is None else f", {format_duration(left)} left")
 
 
-def pause(age: float) -> float:
+def log_pause(age: float) -> float:
     """Return the seconds until a log tells again how far a training is, `age` seconds after it began: ever fewer lines."""
     return min(240.0, max(15.0, age))
 

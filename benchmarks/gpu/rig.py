@@ -123,7 +123,7 @@ class Fixed:
 
     def step(self) -> Step:
         """Take one optimizer step."""
-        return worker_train_loop._step(self.trainer, itertools.repeat(self.pair), epoch_ends=False)
+        return worker_train_loop._train_step(self.trainer, itertools.repeat(self.pair), epoch_ends=False)
 
     def refresh(self) -> Step:
         """Take a step that also makes AGS's factors anew, where there are any."""
@@ -144,6 +144,6 @@ class Fixed:
     def evaluate(self) -> None:
         """Take the forward pass of an evaluation."""
         self.trainer.parallel.eval()
-        with worker_train_loop.autocast(self.trainer):
+        with worker_train_loop.autocast_context(self.trainer):
             self.trainer.parallel.module(self.pair[0])
         self.trainer.parallel.train()

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tula_cli.host.failures import classify
+from tula_cli.host.failures import classify_failure
 from tula_cli.run.records.base import Components
 from tula_cli.run.records.probes import Environment, Measured
 from tula_cli.spec.job import JobSpec
@@ -136,7 +136,7 @@ class Trials:
 def out_of_memory(text: str, device: str, code: int | None = 1) -> bool:
     """Return whether a process that wrote this ended for want of memory; under a limit native code may just crash."""
     crashed = device == "cpu" and code is not None and code < 0
-    return crashed or classify(text, exit_code=code, device=device) in ("device_oom", "host_oom")
+    return crashed or classify_failure(text, exit_code=code, device=device) in ("device_oom", "host_oom")
 
 
 def largest(fits: Callable[[int], bool], start: int, *, resolution: float = RESOLUTION) -> int:

@@ -233,7 +233,7 @@ def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
     trainer.parallel.train()
 
     def step() -> object:
-        return worker_train_loop._step(trainer, itertools.repeat(pair), epoch_ends=False)
+        return worker_train_loop._train_step(trainer, itertools.repeat(pair), epoch_ends=False)
 
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)

@@ -406,7 +406,7 @@ def fits(
     """
     import torch
 
-    from tula_cli.host.failures import classify
+    from tula_cli.host.failures import classify_failure
 
     total = torch.cuda.get_device_properties(me.device).total_memory
 
@@ -418,7 +418,7 @@ def fits(
             ).warm_up()  # fmt: skip
             torch.cuda.synchronize()
         except RuntimeError as error:  # cuDNN has other words than torch for a device that is full
-            if classify(f"RuntimeError: {error}") != "device_oom":
+            if classify_failure(f"RuntimeError: {error}") != "device_oom":
                 raise
             return False
         finally:

@@ -41,7 +41,7 @@ from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import train_signature
-from tula_cli.words import duration
+from tula_cli.words import format_duration
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
@@ -90,7 +90,9 @@ def train_all(keys: Sequence[Key], options: argparse.Namespace, ranks: Ranks) ->
         pace = max(1.0, elapsed / max(1.0, time.process_time() - cpu_started))  # of the clock; above 1 on a shared core
         seconds = pace * expected_seconds(key, results)
         if elapsed + seconds > 60 * options.minutes:
-            print(f"{words_of(key)}: not started, it takes about {duration(seconds)}", file=sys.stderr, flush=True)
+            print(
+                f"{words_of(key)}: not started, it takes about {format_duration(seconds)}", file=sys.stderr, flush=True
+            )
             continue
         with claim(key, options.runs) as is_claimed:
             if not is_claimed or key in table1_summary.read(options.results):
@@ -105,7 +107,7 @@ def train_all(keys: Sequence[Key], options: argparse.Namespace, ranks: Ranks) ->
         left = pace * sum(expected_seconds(other, results) for other in remaining if other != key)
         print(
             f"{len(keys) - len(remaining) + 1} of {len(keys)}, {words_of(key)}: {result.words};"
-            f" about {duration(left)} left for one process",
+            f" about {format_duration(left)} left for one process",
             file=sys.stderr,
             flush=True,
         )

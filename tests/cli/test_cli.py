@@ -40,7 +40,7 @@ from tula_cli.show import screen as show_screen
 from tula_cli.spec.job import describe_training_method
 from tula_cli.spec.load import load_spec
 from tula_cli.version import __version__
-from tula_cli.words import near
+from tula_cli.words import relative_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -290,7 +290,7 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
     assert tula("status", "--run", first.id, "--json").json["run_id"] == first.id
     for named in (["--run", str(first.path)], [first.id], [str(first.path)]):
         shown = tula("status", *named)
-        assert shown.err == f"run {near(first.path)} with --set name=first of an earlier command\n"
+        assert shown.err == f"run {relative_path(first.path)} with --set name=first of an earlier command\n"
         assert tula("status", *named, "--json").json["overrides"] == ["name=first"]
     assert "did you mean first" in tula("logs", first.id.replace("first", "frst")).err
     assert tula("cancel", "first", "--json").json["run_id"] == first.id, "by the job's name"
@@ -567,7 +567,7 @@ def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(clus
         refused = tula(*command)
         assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and told in refused.err
         assert (
-            f"tula {command[0]} job.yaml; those of the run: tula {command[0]} --run {words.near(newest().path)}"
+            f"tula {command[0]} job.yaml; those of the run: tula {command[0]} --run {words.relative_path(newest().path)}"
             in refused.err
         )
     assert len(cluster.launcher.submitted) == 2, "the probes"
@@ -1243,7 +1243,7 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
             return app._their_line(error.__traceback__)
 
     assert where(space["ask"]) == f"{own}, line 2"
-    assert where(lambda: space["call"](lambda: app._usage(None, []))) == ""
+    assert where(lambda: space["call"](lambda: app._usage_error(None, []))) == ""
 
 
 @pytest.mark.parametrize("words", ["--help", "status", "status --json"])

@@ -373,7 +373,7 @@ def test_a_lock_left_behind_by_a_dead_command_line_is_taken_over(slurm, run):
     assert dead.returncode == 0
     assert (run.path / "lock").is_dir()
     pauses = []
-    with cluster_launcher.submitting(run, sleep=pauses.append):
+    with cluster_launcher.lock_submission(run, sleep=pauses.append):
         assert len(pauses) == 1
     assert not (run.path / "lock").exists()
 
@@ -381,11 +381,14 @@ def test_a_lock_left_behind_by_a_dead_command_line_is_taken_over(slurm, run):
 def test_a_lock_of_another_host_is_respected_until_it_is_old(run):
     (run.path / "lock").mkdir()
     (run.path / "lock/owner").write_text("elsewhere:1\n")
-    with pytest.raises(SchedulerError, match="elsewhere:1"), cluster_launcher.submitting(run, sleep=lambda _: None):
+    with (
+        pytest.raises(SchedulerError, match="elsewhere:1"),
+        cluster_launcher.lock_submission(run, sleep=lambda _: None),
+    ):
         pass
     long_ago = time.time() - 400
     os.utime(run.path / "lock", (long_ago, long_ago))
-    with cluster_launcher.submitting(run, sleep=lambda _: None):
+    with cluster_launcher.lock_submission(run, sleep=lambda _: None):
         assert run.lock.acquire() != ""
 
 

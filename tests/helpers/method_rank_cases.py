@@ -39,7 +39,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.data import build_datasets, permutation
+from tula_cli.worker.build.data import build_datasets, epoch_permutation
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks, process_group
 from tula_cli.worker.seeding import stable_seed
@@ -274,7 +274,7 @@ def against_torch(folder: Path, ranks: Ranks) -> float:
     )
     optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), averager)
     for epoch in range(job.train.epochs):
-        order = permutation(128, seed=job.train.seed, epoch=epoch).tolist()
+        order = epoch_permutation(128, seed=job.train.seed, epoch=epoch).tolist()
         for begin in range(0, 128, 16):
             pairs = [data.train[epoch, index] for index in order[begin : begin + 16][ranks.rank :: ranks.world]]
             optimizer.param_groups[0]["lr"] = learning_rate(job, epoch + begin / 128, 16)

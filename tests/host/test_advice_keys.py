@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from tula_cli.errors import Infeasible, TulaError
-from tula_cli.host.failures import DEVICE_FAULTS, FAILURE_KINDS, advice
+from tula_cli.host.failures import DEVICE_FAULTS, FAILURE_KINDS, advise
 from tula_cli.models.observations import require_measurements
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
@@ -55,11 +55,11 @@ def hints(spec: JobSpec, tmp_path: Path) -> Iterator[tuple[str, str]]:
     run = RunDir.create(tmp_path, spec)
     of_queues = {"time_limit"} if spec.cluster.kind == "local" else set()
     for outcome in sorted(FAILURE_KINDS.keys() - of_queues):
-        yield outcome, advice(outcome, "it ended so", spec=spec)
+        yield outcome, advise(outcome, "it ended so", spec=spec)
         yield f"a training: {outcome}", _end_of_training(run, outcome).hint
         yield f"all probes: {outcome}", _end_of_probes(spec, outcome, tmp_path / outcome).hint
     for name, words in WORDS.items():
-        yield name, advice("device_fault", words, spec=spec)
+        yield name, advise("device_fault", words, spec=spec)
     with pytest.raises(Infeasible) as caught:
         feasible_candidates(spec, dataset_size=10_000, max_local_batch=1)
     yield "before anything ran", caught.value.hint
@@ -145,7 +145,7 @@ def test_placeholders_that_a_hint_names_are_known_and_of_scripts_alone(who: str,
 
 
 def test_all_faults_of_devices_are_tried() -> None:
-    assert {advice("device_fault", words) for words in WORDS.values()} == {words for words, _ in DEVICE_FAULTS}
+    assert {advise("device_fault", words) for words in WORDS.values()} == {words for words, _ in DEVICE_FAULTS}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ frames around them are made here.
 
 import pytest
 
-from tula_cli.host.failures import advice, classify, find_root_failure, find_telling_line
+from tula_cli.host.failures import advise, classify_failure, find_root_failure, find_telling_line
 from tula_cli.run.records.jobs import Failure
 
 ASYNCHRONOUS = "kernel errors might be asynchronously reported at some other API call."
@@ -189,9 +189,9 @@ DIED = ("terminate called", "rocdevice.cpp", "by GPU node-", "Terminating the pr
 )
 def test_each_form_is_of_its_class(outcome: str, text: str) -> None:
     exit_code = -6 if any(words in text for words in DIED) else 1
-    assert classify(text, exit_code=exit_code) == outcome
+    assert classify_failure(text, exit_code=exit_code) == outcome
     prefixed = "".join(f"[rank5]: {line}\n" for line in text.splitlines())
-    assert classify(prefixed, exit_code=exit_code) == outcome, "as torchrun and srun prefix it"
+    assert classify_failure(prefixed, exit_code=exit_code) == outcome, "as torchrun and srun prefix it"
 
 
 @pytest.mark.parametrize("text", FORMS["device_fault"] + FORMS["device_error"])
@@ -199,7 +199,7 @@ def test_the_line_that_tells_of_a_fault_is_found_in_a_log(text: str) -> None:
     told = find_telling_line(f"epoch 1\nloss 0.3\n{text}\nlast words of a peer\n")
     assert told
     assert told in text
-    assert classify(told) in ("device_fault", "device_error")
+    assert classify_failure(told) in ("device_fault", "device_error")
 
 
 def test_other_endings_have_no_such_line() -> None:
@@ -219,8 +219,8 @@ def test_other_endings_have_no_such_line() -> None:
     ],
 )
 def test_the_advice_is_by_what_is_wrong(words: str, told: str) -> None:
-    assert told in advice("device_fault", words)
-    assert "\n" not in advice("device_fault", words)
+    assert told in advise("device_fault", words)
+    assert "\n" not in advise("device_fault", words)
 
 
 def test_a_faulty_device_outweighs_what_the_others_say() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tula_cli.host.failures import FAILURE_KINDS, advice, classify, find_telling_line
+from tula_cli.host.failures import FAILURE_KINDS, advise, classify_failure, find_telling_line
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "failure_texts.yaml").read_text())
 MEMORY = ("host_oom", "device_oom")
@@ -22,9 +22,9 @@ COUNTED_BY_KERNEL = [row for row in ROWS if "oom_kills" in row]
 def test_each_text_has_its_class(row: dict[str, str]) -> None:
     expected = "signal" if "oom_kills" in row else row["expect"]  # the kernel's count is the supervisor's evidence
     exit_code, device = row.get("exit_code", 1), row.get("device", "cuda")
-    assert classify(row["text"], exit_code=exit_code, device=device) == expected
+    assert classify_failure(row["text"], exit_code=exit_code, device=device) == expected
     prefixed = "".join(f"[rank5]: {line}\n" for line in row["text"].splitlines())
-    assert classify(prefixed, exit_code=exit_code, device=device) == expected
+    assert classify_failure(prefixed, exit_code=exit_code, device=device) == expected
 
 
 def test_the_table_is_large_enough() -> None:
@@ -43,9 +43,9 @@ def test_one_line_tells_what_failed(row: dict[str, str]) -> None:
 
 def test_what_an_epoch_ago_was_logged_does_not_decide_what_a_kill_is() -> None:
     log = "loss is nan, stopping at epoch 3 was considered\nOSError: [Errno 5] Input/output error, trying again\nepoch 4 loss 0.3\n"
-    assert classify(log, exit_code=-9) == "signal"
-    assert classify(log, exit_code=143) == "signal"
+    assert classify_failure(log, exit_code=-9) == "signal"
+    assert classify_failure(log, exit_code=143) == "signal"
 
 
 def test_limits_name_the_setting() -> None:
-    assert "ulimit -n" in advice("host_limit") and FAILURE_KINDS["host_limit"].error.exit_code == 6
+    assert "ulimit -n" in advise("host_limit") and FAILURE_KINDS["host_limit"].error.exit_code == 6

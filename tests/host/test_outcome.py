@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tula_cli.errors import Diverged
-from tula_cli.host.failures import advice, classify, find_root_failure
+from tula_cli.host.failures import advise, classify_failure, find_root_failure
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
 
@@ -19,7 +19,7 @@ MESSAGES = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "oom_message
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message["name"])
 def test_recorded_messages(message):
-    found = classify(message["text"], exit_code=message.get("exit_code"), device=message["device"])
+    found = classify_failure(message["text"], exit_code=message.get("exit_code"), device=message["device"])
     assert found == message["expect"]
 
 
@@ -37,7 +37,7 @@ def test_the_fixture_is_large_enough():
 
 @pytest.mark.parametrize("message", [m for m in MESSAGES if m["expect"] == "host_oom"], ids=lambda m: m["name"])
 def test_on_the_cpu_every_out_of_memory_is_the_devices(message):
-    assert classify(message["text"], exit_code=message.get("exit_code"), device="cpu") == "device_oom"
+    assert classify_failure(message["text"], exit_code=message.get("exit_code"), device="cpu") == "device_oom"
 
 
 @pytest.mark.torch
@@ -49,21 +49,21 @@ def test_torchs_cpu_allocator_under_a_real_limit():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
-    assert classify(ended.stderr, exit_code=ended.returncode, device="cpu") == "device_oom"
-    assert classify(ended.stderr, exit_code=ended.returncode, device="cuda") == "host_oom"
+    assert classify_failure(ended.stderr, exit_code=ended.returncode, device="cpu") == "device_oom"
+    assert classify_failure(ended.stderr, exit_code=ended.returncode, device="cuda") == "host_oom"
 
 
 def test_python_under_a_real_limit():
     code = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)); bytearray(2**30)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert classify(ended.stderr, exit_code=ended.returncode, device="cpu") == "device_oom"
+    assert classify_failure(ended.stderr, exit_code=ended.returncode, device="cpu") == "device_oom"
 
 
 def test_a_real_full_disk():
     try:
         Path("/dev/full").write_text("x")
     except OSError:
-        assert classify(traceback.format_exc(), exit_code=1) == "disk"
+        assert classify_failure(traceback.format_exc(), exit_code=1) == "disk"
     else:
         pytest.fail("/dev/full took data")
 
@@ -74,21 +74,21 @@ def test_a_real_taken_port():
         with pytest.raises(OSError) as caught:
             second.bind(first.getsockname())
     assert caught.value.errno == errno.EADDRINUSE
-    assert classify(str(caught.value)) == "port"
+    assert classify_failure(str(caught.value)) == "port"
 
 
 def test_a_real_killed_process():
     ended = subprocess.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], capture_output=True, text=True)
-    assert classify(ended.stderr, exit_code=ended.returncode) == "signal"
+    assert classify_failure(ended.stderr, exit_code=ended.returncode) == "signal"
 
 
 @pytest.mark.parametrize(("exit_code", "expected"), [(143, "signal"), (-15, "signal"), (1, "unknown"), (255, "unknown"), (None, "unknown")])  # fmt: skip
 def test_an_exit_code_alone(exit_code, expected):
-    assert classify("", exit_code=exit_code) == expected
+    assert classify_failure("", exit_code=exit_code) == expected
 
 
 def test_the_word_error_alone_tells_nothing():
-    assert classify("error: something\nERROR: no\n0 errors found", exit_code=1) == "unknown"
+    assert classify_failure("error: something\nERROR: no\n0 errors found", exit_code=1) == "unknown"
 
 
 USERS = """Traceback (most recent call last):
@@ -104,38 +104,38 @@ RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection cl
 
 
 def test_the_users_error_among_those_of_peers():
-    assert classify(PEERS + USERS, exit_code=1) == "user"
+    assert classify_failure(PEERS + USERS, exit_code=1) == "user"
 
 
 def test_rank_prefixes_do_not_hide_a_traceback():
     prefixed = "".join(f"[rank3]: {line}\n" for line in USERS.splitlines())
-    assert classify(prefixed, exit_code=1) == "user"
-    assert classify("".join(f"2: {line}\n" for line in PEERS.splitlines()), exit_code=1) == "peer"
+    assert classify_failure(prefixed, exit_code=1) == "user"
+    assert classify_failure("".join(f"2: {line}\n" for line in PEERS.splitlines()), exit_code=1) == "peer"
 
 
 def test_what_is_raised_while_a_lost_peer_is_handled_is_the_peers():
     chained = f"{PEERS}\nDuring handling of the above exception, another exception occurred:\n\n{USERS}"
-    assert classify(chained, exit_code=1) == "peer"
+    assert classify_failure(chained, exit_code=1) == "peer"
 
 
 def test_an_exception_in_a_destructor_ends_nothing():
     ignored = f"Exception ignored in: <function Loader.__del__ at 0x7f>\n{USERS}"
-    assert classify(ignored, exit_code=0) == "unknown"
-    assert classify(ignored + PEERS, exit_code=1) == "peer"
+    assert classify_failure(ignored, exit_code=0) == "unknown"
+    assert classify_failure(ignored + PEERS, exit_code=1) == "peer"
 
 
 def test_an_exception_without_its_traceback():
-    assert classify("ValueError: Expected more than 1 value per channel when training") == "user"
+    assert classify_failure("ValueError: Expected more than 1 value per channel when training") == "user"
 
 
 def test_the_users_dropped_connection_is_not_a_peer():
     text = USERS.replace("RuntimeError: mat1", "ConnectionResetError: [Errno 104] Connection reset by peer: mat1")
-    assert classify(text, exit_code=1) == "user"
+    assert classify_failure(text, exit_code=1) == "user"
 
 
 def test_a_size_that_overflowed_is_no_lack_of_memory():
     words = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate more than 1EB memory."
-    assert classify(words) == "user"
+    assert classify_failure(words) == "user"
 
 
 def failure(outcome, at, *, rank=0, message=""):
@@ -178,7 +178,7 @@ def test_a_divergence_is_known_by_its_error_whatever_was_handled_meanwhile():
         except MemoryError:
             raise Diverged("the loss is not finite at epoch 0.25, step 3, 48 samples")  # noqa: B904 - as in a handler
     except Diverged:
-        assert classify(traceback.format_exc(), exit_code=1) == "diverged"
+        assert classify_failure(traceback.format_exc(), exit_code=1) == "diverged"
 
 
 def test_no_failure_has_no_root():
@@ -187,5 +187,5 @@ def test_no_failure_has_no_root():
 
 @pytest.mark.parametrize("outcome", get_args(OutcomeClass))
 def test_advice_is_one_line(outcome):
-    assert advice(outcome)
-    assert "\n" not in advice(outcome)
+    assert advise(outcome)
+    assert "\n" not in advise(outcome)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli.errors import CannotWrite, DiskFull, StorageFailed
-from tula_cli.host.failures import classify
+from tula_cli.host.failures import classify_failure
 from tula_cli.run import disk_space, files, shortages
 from tula_cli.run.records.jobs import Shortage
 
@@ -79,8 +79,8 @@ def test_what_the_file_system_says_has_its_class(code: int, kind: type, outcome:
     said = OSError(code, os.strerror(code), str(tmp_path / "a.json"))
     told = files.write_error(tmp_path / "a.json", said)
     assert type(told) is kind and os.strerror(code) in told.message and told.hint
-    assert classify(f"Traceback (most recent call last):\nOSError: {said}\n") == outcome
-    assert classify(f"Traceback (most recent call last):\ntula_cli.errors.{kind.__name__}: {told}\n") == outcome
+    assert classify_failure(f"Traceback (most recent call last):\nOSError: {said}\n") == outcome
+    assert classify_failure(f"Traceback (most recent call last):\ntula_cli.errors.{kind.__name__}: {told}\n") == outcome
 
 
 def test_a_folder_that_is_not_ones_own_is_neither(tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_torchs_own_error_about_writing_is_a_full_disk() -> None:
         "RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 320 vs 214",
         "RuntimeError: [enforce fail at inline_container.cc:820] . PytorchStreamWriter failed writing file data/3",
     )
-    assert {classify(line, exit_code=1) for line in words} == {"disk"}
+    assert {classify_failure(line, exit_code=1) for line in words} == {"disk"}
 
 
 def test_a_socket_that_times_out_is_no_file_system() -> None:
-    assert classify("TimeoutError: [Errno 110] Connection timed out", exit_code=1) != "storage"
+    assert classify_failure("TimeoutError: [Errno 110] Connection timed out", exit_code=1) != "storage"
 
 
 def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

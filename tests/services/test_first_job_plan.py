@@ -110,7 +110,7 @@ def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World)
     assert asked.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 22 / 60)
     (settled,) = [event for event in world.events if isinstance(event, ProfilePlanned)]
     assert settled.node_hours <= asked.plans[None].probe_node_hours, "it is within what was allowed"
-    shown = [line for line in show_profile.plans(asked.plans) if isinstance(line, str)]
+    shown = [line for line in show_profile.render_plans(asked.plans) if isinstance(line, str)]
     assert shown[0] == "python cannot build the model: no torch"
     assert f"on 1 node, in at most {first_job.MINUTES} min" in shown[1]
     assert "on 1 2 nodes, at most 1.10 node-h" in shown[2]

@@ -207,7 +207,7 @@ def test_every_attempt_apart_and_those_since(run):
     for number, at in ((1, old), (2, old), (3, new)):
         run.write_attempt(make.attempt("probe-n001", number=number, start=at))
     os.utime(write_log(run, "probe-n001", 1, "long ago\n"), (old, old))
-    stamp = words.stamped("later\n")
+    stamp = words.stamp_line("later\n")
     write_log(run, "probe-n001", 2, f"before\n2001-01-01 10:00:00+0000 then\nof then\n{stamp}after that\n")
     write_log(run, "probe-n001", 3, "newest\n")
     assert [line.attempt for line in logs.read_logs(run, LogQuery(every=True))] == [1, 2, 2, 2, 2, 2, 3]

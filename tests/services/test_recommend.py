@@ -30,7 +30,7 @@ from tula_cli.services.recommendation.measured import describe_epochs, trained_e
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
-from tula_cli.words import duration
+from tula_cli.words import format_duration
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 JOB = spec(search={"max_batch": 4096})
@@ -615,7 +615,7 @@ def test_a_deadline_and_a_budget_hold_for_the_same_progress(noisy: RunDir) -> No
     assert all(row.same_progress and row.same_progress.cost <= 0.5 * best.cost for row in kept.rows)
     with pytest.raises(Infeasible, match="to the same progress; the closest is") as caught:
         ask(noisy, "accuracy-time", deadline_hours=0.99 * best.hours)
-    assert f": {duration(3600 * best.hours)}, " in str(caught.value)
+    assert f": {format_duration(3600 * best.hours)}, " in str(caught.value)
     assert ask(noisy, "time", deadline_hours=0.99 * best.hours).choice.hours < best.hours
 
 
@@ -709,7 +709,7 @@ def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None
     found = ask(run, "cost")
     assert found.interruption.startswith("saves every 100 steps, ") and "(SIGUSR1)" in found.interruption
     assert found.choice.market == "spot" and not any("no spot nodes" in text for text in found.warnings)
-    shown = "\n".join(str(part) for part in show_recommend.recommendation(found, width=80, color=False))
+    shown = "\n".join(str(part) for part in show_recommend.render_recommendation(found, width=80, color=False))
     assert f"checkpoints: {found.interruption}" in shown
 
 
@@ -750,7 +750,9 @@ def test_beside_the_choice_stands_what_its_first_fallback_costs(run: RunDir) -> 
     assert choice.step_time < fallback.step_time and choice.hours < fallback.hours
     assert fallback.basis == "by the probe at local batch 128"
     (told,) = [
-        line for line in show_recommend.recommendation(found, width=100, color=False) if "out-of-mem" in str(line)
+        line
+        for line in show_recommend.render_recommendation(found, width=100, color=False)
+        if "out-of-mem" in str(line)
     ]
     more = 100 * (fallback.step_time / choice.step_time - 1)
     assert str(told).startswith("after an out-of-memory: batch 512 as micro-batch 128 x 2, a step ")
@@ -789,4 +791,6 @@ def test_the_smallest_batch_of_one_sample_has_no_fallback(tmp_path: Path) -> Non
     job = spec(search={"nodes": [16], "min_batch": 16, "max_batch": 16})
     found = ask(run_with(tmp_path, [measured(Truth(), 16, 1)], job=job))
     assert found.fallback is None
-    assert not [line for line in show_recommend.recommendation(found, width=100, color=False) if "out-of" in str(line)]
+    assert not [
+        line for line in show_recommend.render_recommendation(found, width=100, color=False) if "out-of" in str(line)
+    ]

@@ -145,7 +145,7 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
     launcher.says[task.job] = "ended"
     now = status.run_status(run, launcher, now=make_runs.START)
     assert now.jobs[0].state == "done" and now.rehearsal is not None and now.rehearsal.verdict == "none"
-    assert [line for line in show_status.status(now) if "none; KeyError: 'a'" in str(line)]
+    assert [line for line in show_status.render_status(now) if "none; KeyError: 'a'" in str(line)]
 
 
 def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:

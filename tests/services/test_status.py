@@ -80,7 +80,7 @@ def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
     now = services_status.run_status(run, launcher, now=START + 100)
     (job,) = now.jobs
     assert (job.state, job.reason, job.elapsed, now.active()) == ("suspended", reason, 100, True)
-    told = shown(*show_status.status(now))
+    told = shown(*show_status.render_status(now))
     assert "suspended: an administrator" in told and "running" not in told and "lost" not in told
 
 
@@ -90,7 +90,7 @@ def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
     run.write_attempt(make.attempt(name, number=1, start=START - 50))  # its supervisor was killed
     run.write_attempt(make.attempt(name, number=2))
     now = services_status.run_status(run, make.FakeLauncher({name: "ended"}), now=START + 100)
-    told = shown(show_status.attempts(now)).splitlines()
+    told = shown(show_status.attempts_table(now)).splitlines()
     states = [line.split()[-1] for line in told if line.startswith("probe-")]
     assert (now.jobs[0].state, states) == ("done", ["lost", "done"])
 
@@ -314,7 +314,7 @@ def test_the_beta2_of_the_newest_start_is_told(tmp_path):
     make.add_training(own, rows=[*rows, *(row for row in make.metrics(START + 60) if row["kind"] != "start")])
     train = services_status.run_status(own, make.FakeLauncher(), now=START + 60).training
     assert train.beta2 == 0.9921875
-    assert ", lr 0.100, beta2 0.992188, " in show_status.training(train)
+    assert ", lr 0.100, beta2 0.992188, " in show_status.describe_training(train)
 
 
 def test_a_training_run_half_way(run):
@@ -375,7 +375,7 @@ def test_a_start_without_a_step_yet_has_no_time_left_of_the_one_before(run):
     name = make.add_training(run, rows=[*rows, *(row for row in rows if row["kind"] == "start")])
     train = services_status.run_status(run, make.FakeLauncher({name: "running"}), now=START + 900).training
     assert train.eta is None
-    assert "left" not in show_status.training(train)
+    assert "left" not in show_status.describe_training(train)
 
 
 def test_a_training_run_that_tunes_itself(run):
@@ -658,8 +658,11 @@ def test_runs_without_classes_are_listed_by_their_loss_and_language_models_by_pe
         run.write_train_result(make.train_result().model_copy(update={"metrics": metrics, **known}))
     by_name = {row.id.partition("-")[0]: row for row in run_list.list_runs(tmp_path)}
     assert [by_name[name].best_top1 for name in ("words", "numbers", "old")] == [None, None, None]
-    assert show_status._best(by_name["words"]) == f"perplexity {math.exp(0.5):.3f}"
-    assert (show_status._best(by_name["numbers"]), show_status._best(by_name["old"])) == ("loss 0.5000", "-")
+    assert show_status._describe_best(by_name["words"]) == f"perplexity {math.exp(0.5):.3f}"
+    assert (show_status._describe_best(by_name["numbers"]), show_status._describe_best(by_name["old"])) == (
+        "loss 0.5000",
+        "-",
+    )
 
 
 @pytest.mark.parametrize("edited", [False, True])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tula_cli.shim.tula_shim.batches import LENGTH, Delivered, content, epoch_samples, find_samples
+from tula_cli.shim.tula_shim.batches import LENGTH, Delivered, content_digest, epoch_samples, find_samples
 
 
 class Tensor(NamedTuple):
@@ -189,4 +189,4 @@ class Holding:
     ],
 )
 def test_parts_of_a_dataset_are_told_apart(one: object, other: object, alike: bool) -> None:
-    assert (content(one) == content(other)) is alike
+    assert (content_digest(one) == content_digest(other)) is alike

@@ -44,15 +44,15 @@ def play(monkeypatch: pytest.MonkeyPatch, *, initialized: bool) -> None:
 
 def test_events_of_a_gpu_are_waited_for_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, initialized=True)
-    clock = clocks.clock()
+    clock = clocks.make_clock()
     begin, end = clock.mark(), clock.mark()
     assert (clock.device, clock.seconds(begin, end)) == ("cuda", pytest.approx(0.01))
-    assert clocks.peak() == {"allocated": 3, "reserved": 5} and clocks.hardware() == "GPU"
+    assert clocks.peak_memory() == {"allocated": 3, "reserved": 5} and clocks.hardware_name() == "GPU"
 
 
 def test_a_gpu_that_the_script_leaves_alone_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, initialized=False)
-    clock = clocks.clock()
+    clock = clocks.make_clock()
     begin = clock.mark()
     assert clock.device == "cpu" and 0 <= clock.seconds(begin, clock.mark()) < 5
 
@@ -60,12 +60,12 @@ def test_a_gpu_that_the_script_leaves_alone_does_not_count(monkeypatch: pytest.M
 def test_a_peak_on_the_cpu_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     clocks.reset_peak()
-    before = clocks.peak()["allocated"]
+    before = clocks.peak_memory()["allocated"]
     for held in (b"x" * 200_000_000,):
-        assert clocks.peak()["allocated"] > max(len(held), before + 150_000_000)
+        assert clocks.peak_memory()["allocated"] > max(len(held), before + 150_000_000)
     del held
     clocks.reset_peak()
-    assert 1_000_000 < clocks.peak()["allocated"] < before + 50_000_000
+    assert 1_000_000 < clocks.peak_memory()["allocated"] < before + 50_000_000
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:

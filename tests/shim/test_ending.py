@@ -14,7 +14,7 @@ from tula_cli.run.records.scripts import ShimPlan
 from tula_cli.shim.tula_shim import stopping
 from tula_cli.shim.tula_shim.failing import batch_norm, class_name, listen, of_a_launcher, write_failure
 from tula_cli.shim.tula_shim.plan import read_plan
-from tula_cli.shim.tula_shim.ranks import own_rank, world
+from tula_cli.shim.tula_shim.ranks import own_rank, world_size
 from tula_cli.shim.tula_shim.recorder import EVAL, Recorder
 from tula_cli.shim.tula_shim.stopping import wait_for_ranks
 
@@ -92,8 +92,8 @@ def test_classes_are_named_in_full() -> None:
 )
 def test_a_rank_without_a_group_is_told_by_variables(variables: dict[str, str], rank: int | None, ranks: int) -> None:
     assert own_rank(variables) == rank
-    assert world(by_hand=True, environment=variables) == ranks
-    assert world(environment=variables) == 1  # nothing joins them
+    assert world_size(by_hand=True, environment=variables) == ranks
+    assert world_size(environment=variables) == 1  # nothing joins them
 
 
 def test_ranks_wait_for_each_other_and_not_for_ever(tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)
 child.stdout.readline()
-from tula_cli.shim.tula_shim.stopping import descendants, end_children
-before = len(descendants(os.getpid()))
+from tula_cli.shim.tula_shim.stopping import end_children, list_descendants
+before = len(list_descendants(os.getpid()))
 end_children()
-print(before, len(descendants(os.getpid())))
+print(before, len(list_descendants(os.getpid())))
 """
 
 

@@ -80,7 +80,7 @@ def test_numbers_keep_their_digits_and_have_no_exponent(value, text):
     ("seconds", "text"), [(1.5, "1.50 s"), (119, "119 s"), (120, "2.00 min"), (7200, "2.00 h"), (None, "-")]
 )
 def test_times_name_their_unit(seconds, text):
-    assert words.duration(seconds) == text
+    assert words.format_duration(seconds) == text
 
 
 # --- the recommendation
@@ -98,13 +98,13 @@ def spot_rows():
 def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     here, there, alone = spot_rows()
     found = make.recommendation(choice=here, rows=(here, there, alone), runners_up=(there,), other_market=there)
-    text = printed(recommend.recommendation(found, width=80, color=False))
+    text = printed(recommend.render_recommendation(found, width=80, color=False))
     assert text.splitlines()[1] == "the same on spot: 75.0 min expected, 1.00 USD (75 % cheaper, 25 % longer)"
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
     assert rows[0][:5] + rows[0][8:12] == ["*", "2", "128", "64", "1.00", "4.00", "~1.25", "1.00", "spot"]
     assert rows[1][:8] == ["P", "1", "64", "64", "-", "-", "-", "3.00"] and rows[1][9] == "-"
     swapped = make.recommendation(choice=there, rows=(here, there), runners_up=(), other_market=here)
-    text = printed(recommend.recommendation(swapped, width=80, color=False))
+    text = printed(recommend.render_recommendation(swapped, width=80, color=False))
     assert text.startswith("CHOSEN  2 nodes on spot, batch 128 (local 64): 75.0 min, 1.00 USD")
     assert "the same on demand: 60.0 min, 4.00 USD (300 % dearer, 20 % shorter)" in text
 
@@ -112,21 +112,21 @@ def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
 def test_energy_has_a_column_where_any_row_has_it_and_a_dash_where_it_is_unknown():
     here, there = make.prediction(2, 128, kwh=1.25, type="a"), make.prediction(1, 64, hours=3.0, type="b")
     found = make.recommendation(choice=here, rows=(here, there), runners_up=(), power="300 W a GPU")
-    text = printed(recommend.recommendation(found, width=80, color=False))
+    text = printed(recommend.render_recommendation(found, width=80, color=False))
     assert text.startswith("CHOSEN  2 nodes of type a, batch 128 (local 64): 15.0 min, 0.700 USD, 1.25 kWh\n")
-    assert "energy: " not in text and "energy: 300 W a GPU" in printed(recommend.explanation(found, {}))
+    assert "energy: " not in text and "energy: 300 W a GPU" in printed(recommend.render_explanation(found, {}))
     assert "P: nothing is both faster and cheaper" in text
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
     assert [row[-4] for row in rows] == ["1.25", "-"]
     both = make.recommendation(choice=here, rows=(here.model_copy(update={"pareto": True}),), runners_up=())
-    text = printed(recommend.recommendation(both, width=80, color=False, pareto=True))
+    text = printed(recommend.render_recommendation(both, width=80, color=False, pareto=True))
     assert "energy" in text and "1.25" in text
-    text = printed(recommend.recommendation(both, width=80, color=False))
+    text = printed(recommend.render_recommendation(both, width=80, color=False))
     assert "P: nothing is as fast, as cheap and as low in energy, and better in one of them" in text
 
 
 def test_without_energy_no_word_is_lost_on_it():
-    text = printed(recommend.recommendation(make.recommendation(), width=80, color=False))
+    text = printed(recommend.render_recommendation(make.recommendation(), width=80, color=False))
     assert "kWh" not in text and "energy" not in text
 
 
@@ -134,13 +134,13 @@ def test_the_front_has_a_row_an_offer():
     here, _, alone = spot_rows()
     here = here.model_copy(update={"pareto": True, "type": "a100"})
     found = make.recommendation(choice=here, rows=(here, alone.model_copy(update={"type": "v100"})), runners_up=())
-    text = printed([recommend.front(found)])
+    text = printed([recommend.front_table(found)])
     rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
     assert rows[0][:6] == ["*", "a100", "on", "demand", "2", "128"] and rows[1][:5] == ["v100", "on", "spot", "1", "64"]
 
 
 def test_the_recommendation_marks_the_choice_and_the_runners_up():
-    text = printed(recommend.recommendation(make.recommendation(), width=80, color=False))
+    text = printed(recommend.render_recommendation(make.recommendation(), width=80, color=False))
     assert text.startswith("CHOSEN  2 nodes, batch 128 (local 64)")
     rows = [line.split() for line in text.splitlines() if line.endswith(("measured ", "predicted"))]
     assert len(rows) == 10
@@ -149,7 +149,7 @@ def test_the_recommendation_marks_the_choice_and_the_runners_up():
     assert "knee of the fastest time" in text
     assert "on-demand list price" in text
     assert "median error 2.1 %" not in text, "a detail of the fit"
-    assert "median error 2.1 %" in printed(recommend.explanation(make.recommendation(), {}))
+    assert "median error 2.1 %" in printed(recommend.render_explanation(make.recommendation(), {}))
 
 
 def many():
@@ -161,7 +161,7 @@ def many():
 
 
 def test_of_many_configurations_those_worth_a_row_are_shown():
-    text = printed(recommend.recommendation(many(), width=80, color=False))
+    text = printed(recommend.render_recommendation(many(), width=80, color=False))
     rows = [line.split() for line in text.splitlines() if line.endswith(("measured ", "predicted"))]
     marked, front, seen = (
         [row for row in many().rows if test(row)]
@@ -169,13 +169,13 @@ def test_of_many_configurations_those_worth_a_row_are_shown():
     )
     assert max(len(front), len(seen), len(marked)) <= len(rows) <= 40 and any(row[0] == "*" for row in rows)
     assert f"{len(rows)} of 130 configurations; --all shows the others" in text
-    text = printed(recommend.recommendation(many(), width=80, color=False, every=True))
+    text = printed(recommend.render_recommendation(many(), width=80, color=False, every=True))
     assert len([line for line in text.splitlines() if line.endswith(("measured ", "predicted"))]) == 130
     assert "--all" not in text
 
 
 def test_headings_have_units():
-    text = printed([recommend.predictions(make.recommendation())])
+    text = printed([recommend.predictions_table(make.recommendation())])
     heading = " ".join(text.split("─")[0].split())
     for unit in ("(min)", "(USD)", "(GiB/GPU)", "(%)", "batch"):
         assert unit in heading
@@ -197,19 +197,19 @@ def with_progress(found):
 
 def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
     found = with_progress(make.recommendation())
-    text = printed(recommend.recommendation(found, width=80, color=False))
+    text = printed(recommend.render_recommendation(found, width=80, color=False))
     told = found.choice.same_progress
     (line,) = [line for line in text.splitlines() if line.startswith("to the same progress: ")]
-    assert f"{words.number(told.epochs)} epochs, {words.duration(3600 * told.hours)} (" in line
+    assert f"{words.number(told.epochs)} epochs, {words.format_duration(3600 * told.hours)} (" in line
     assert "spec's epochs" not in text
     assert any(line.startswith("same progress: gradient noise scale 100 samples") for line in text.splitlines())
-    assert "same progress" not in printed(recommend.recommendation(make.recommendation(), width=80, color=False))
+    assert "same progress" not in printed(recommend.render_recommendation(make.recommendation(), width=80, color=False))
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.034, "of that 3.4 % for refreshing"), (0.009, ""), (0.0, "")])
 def test_refreshing_the_factors_is_told_where_it_is_more_than_a_hundredth(share: float, shown: str) -> None:
     choice = make.prediction(2, 256, refresh_share=share)
-    text = printed(recommend.recommendation(make.recommendation(choice=choice), width=80, color=False))
+    text = printed(recommend.render_recommendation(make.recommendation(choice=choice), width=80, color=False))
     assert shown in text and ("refreshing" in text) == bool(shown)
 
 
@@ -221,7 +221,7 @@ def test_accuracy_time_has_a_table_of_its_own():
     marked = [row for row in rows if row[0] == "*"]
     assert [row[1:3] for row in marked] == [["128", "2"]]
     assert [row[0] for row in rows if row[0] != "*"] == ["32", "64", "256", "512"]
-    assert text in printed(recommend.recommendation(found, width=80, color=False))
+    assert text in printed(recommend.render_recommendation(found, width=80, color=False))
 
 
 @pytest.mark.parametrize("columns", [20, 80, 140])
@@ -229,7 +229,7 @@ def test_no_number_is_cut_at_any_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     row = make.prediction(16384, 1048576, hours=12345.678, hours_low=12000.0, hours_high=12999.0, cost=9876543.21)
     found = make.recommendation(choice=row, rows=(row,), runners_up=())
-    text = printed([recommend.predictions(found)], out=Terminal())
+    text = printed([recommend.predictions_table(found)], out=Terminal())
     for number in ("16384", "1048576", "12346", "12000 .. 12999", "9876543", "3.00", "25.0", "measured"):
         assert number in text
     assert "…" not in text
@@ -247,12 +247,12 @@ def test_a_long_table_keeps_its_lines_at_any_width(monkeypatch, columns):
 
 def test_the_table_fits_80_columns():
     for found in (make.recommendation(), make.recommendation(currency="EUR")):
-        assert max(map(len, printed([recommend.predictions(found)]).splitlines())) <= 80
+        assert max(map(len, printed([recommend.predictions_table(found)]).splitlines())) <= 80
 
 
 def test_what_is_not_known_is_a_dash():
     row = make.prediction(1, 32, hours_low=None, hours_high=None, peak_memory=None, headroom=None)
-    text = printed([recommend.predictions(make.recommendation(choice=row, rows=(row,), runners_up=()))])
+    text = printed([recommend.predictions_table(make.recommendation(choice=row, rows=(row,), runners_up=()))])
     assert text.splitlines()[-1].split() == ["*", "1", "32", "32", "30.0", "-", "0.700", "-", "-", "measured"]
 
 
@@ -299,7 +299,7 @@ def test_colour_is_for_terminals_that_want_it(monkeypatch, environment, options,
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     shown = screen(Terminal() if terminal else io.StringIO(), **options)
-    shown.answer(None, recommend.recommendation(make.recommendation(), width=shown.width, color=shown.colored))
+    shown.answer(None, recommend.render_recommendation(make.recommendation(), width=shown.width, color=shown.colored))
     assert ("\x1b[" in shown.out.getvalue()) == coloured
     assert shown.colored == coloured
 
@@ -456,7 +456,7 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
     run.write_attempt(make.attempt(name, end=START + 20, outcome="user", message="KeyError: 'x'\nmore", rank=3))
     train = make.add_training(run, rows=make.metrics())
     run.write_recommendation(make.recommendation())
-    text = printed(show_status.status(snapshot(run, {train: "running"})))
+    text = printed(show_status.render_status(snapshot(run, {train: "running"})))
     assert re.search(r"probe-n002 +failed +2 +0/2", text)
     assert "attempt 1 on n1 rank 3: user: KeyError: 'x'\n" in text
     assert "epoch 1.50 of 4" in text
@@ -471,7 +471,7 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
 def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     row = {"kind": "stage", "time": START, "samples": 640, "epoch": 0.5, "batch": 32, "stage": 2, "stages": 4}
     train = make.add_training(run, rows=[*make.metrics(), {**row, "batch": 16, "stage": 1}, {**row, "beta2": 0.998}])
-    text = printed(show_status.status(snapshot(run, {train: "running"})))
+    text = printed(show_status.render_status(snapshot(run, {train: "running"})))
     assert "batch 128 (now 32, stage 2 of 4)" in text and "beta2 0.998" in text
     assert "(predicted" not in text, "that is of steps at batch 128"
     files = run.training(run.tasks()[0].signature)
@@ -480,7 +480,7 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     files.write_stage_decisions([early, StageDecision(batch=64, begin=1281, epoch=1.0, verdict="put off", **decision)])
     assert (
         "(now 32, stage 2 of 4; batch 64 is put off to epoch 1.00: gradient noise scale 40.0 (at most 60.0) at epoch 0.500)"
-        in printed(show_status.status(snapshot(run, {train: "running"})))
+        in printed(show_status.render_status(snapshot(run, {train: "running"})))
     )
     (task,) = run.tasks()
     own = task.spec.model_copy(update={"train": task.spec.train.model_copy(update={"ramp": "auto"})})
@@ -519,8 +519,8 @@ def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the
         "samples) a step takes 90.0 ms, before 60.0 ms (+50 %): the network is slower; computing 50.0 (50.0), synchronisation"
         " 38.0 (8.00), waiting for data 2.00 (2.00); 90.0 s to the end, not 60.0 s, 0.500 USD more"
     )
-    status = printed(show_status.status(snapshot(run, {train: "running"})))
-    end = printed(show_train.summary(make.summary(changes=(change,))))
+    status = printed(show_status.render_status(snapshot(run, {train: "running"})))
+    end = printed(show_train.render_summary(make.summary(changes=(change,))))
     assert [" ".join(text.split()).count(said) for text in (status, end)] == [1, 1]
     faster = change.model_copy(update={"before": change.after, "after": change.before, "cost_more": -0.5})
     text = changes.describe_step_change(faster)
@@ -535,10 +535,10 @@ def test_the_status_shows_what_tuning_has_come_to(run):
         make.branch("x4", loss=None, top1=None, diverged=True),
     ]
     run.write_tuning(make.tuning(branches[:2]))
-    assert "tuning: arm 3 of 3 (x4), rung 1" in printed(show_status.status(snapshot(run)))
+    assert "tuning: arm 3 of 3 (x4), rung 1" in printed(show_status.render_status(snapshot(run)))
     branches += [make.branch(arm, rung=2, loss=loss, top1=70.0) for arm, loss in (("lbt", 1.25), ("x2", 1.0))]
     run.write_tuning(make.tuning(branches, chosen="x2"))
-    text = printed(show_status.status(snapshot(run)))
+    text = printed(show_status.render_status(snapshot(run)))
     assert "as tuned: x2" in text
     lines = [line.split() for line in text.splitlines() if re.match(r" *(lbt|x2|x4) ", line)]
     assert lines == [
@@ -550,7 +550,7 @@ def test_the_status_shows_what_tuning_has_come_to(run):
 
 def test_the_summary_names_the_winner_and_what_it_took():
     found = make.tuning([make.branch("lbt"), make.branch("x2", top1=61.5)], chosen="x2")
-    text = printed(show_train.summary(make.summary(tuning=found)))
+    text = printed(show_train.render_summary(make.summary(tuning=found)))
     assert "tuned: x2, 1280 samples in 2 branches beside the training" in text
     assert re.search(r"x2 .*61\.50 .*chosen", text)
 
@@ -563,17 +563,17 @@ def test_the_status_tells_the_story_of_attempts(run):
     fields = {"outcome": "time_limit", "message": cause, "samples": 0, "allocation": "7.0", "hosts": "n[1-2]"}
     run.write_attempt(make.attempt(f"{name}-1", end=START + 30, **fields))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 35, samples=640, allocation="8.0", hosts="n[3-4]"))
-    text = printed(show_status.status(snapshot(run, {name: "running"})))
+    text = printed(show_status.render_status(snapshot(run, {name: "running"})))
     assert re.search(rf"{name}-1 +1 +2023-11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +2 +128 +0 +time_limit", text)
     assert re.search(rf"{name}-2 +1 +2023-11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +2 +128 +640 +running", text)
     assert f"{name}-2 follows: {cause}\n" in text
-    assert re.search(rf"{name}-2 .* 640 +lost", printed(show_status.status(snapshot(run))))
+    assert re.search(rf"{name}-2 .* 640 +lost", printed(show_status.render_status(snapshot(run))))
 
 
 def test_attempts_on_this_machine_have_no_allocation(run):
     name = make.add_probes(run, 2, (16,))
     run.write_attempt(make.attempt(name, end=START + 20))
-    text = printed(show_status.status(snapshot(run)))
+    text = printed(show_status.render_status(snapshot(run)))
     assert "allocation" not in text
     assert re.search(rf"{name} +1 +2023-11-14 [\d:]+ +20\.0 +n1 +2 +- +- +done", text)
 
@@ -582,26 +582,28 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
     name = make.add_probes(run, 2, (16,))
     launcher = make.FakeLauncher({name: "pending"}, reason="Resources", starts_at=START + 600)
     now = services_status.run_status(run, launcher, now=START)
-    expected = f"{name} queued: Resources, expected to start {words.moment(START + 600)}"
-    assert expected in printed(show_status.status(now))
+    expected = f"{name} queued: Resources, expected to start {words.format_moment(START + 600)}"
+    assert expected in printed(show_status.render_status(now))
     shown = screen()
     with show_live.live_display(shown) as live:
         live.update(now)
-    assert f"expected to start {words.moment(START + 600)}" in shown.err.getvalue()
+    assert f"expected to start {words.format_moment(START + 600)}" in shown.err.getvalue()
 
 
 @pytest.mark.parametrize(
     ("wait", "reason", "shown"),
     [
-        (1800.0, "", f"start: in {words.duration(1800)} by the scheduler's own estimate of {words.moment(START)} (sbatch --test-only, 2 nodes"),
+        (1800.0, "", f"start: in {words.format_duration(1800)} by the scheduler's own estimate of {words.format_moment(START)} (sbatch --test-only, 2 nodes"),
         (None, "no such partition", "start: the scheduler gives no estimate (sbatch --test-only, 2 nodes, 60 min: no such partition)"),
     ],
 )  # fmt: skip
 def test_the_schedulers_estimate_of_the_start_is_labelled_as_such(wait, reason, shown):
     estimate = StartEstimate(nodes=2, minutes=60, asked_at=START, wait=wait, reason=reason)
-    told = printed(recommend.recommendation(make.recommendation(start_estimate=estimate), width=100, color=False))
+    told = printed(
+        recommend.render_recommendation(make.recommendation(start_estimate=estimate), width=100, color=False)
+    )
     assert shown in told
-    assert "start:" not in printed(recommend.recommendation(make.recommendation(), width=100, color=False))
+    assert "start:" not in printed(recommend.render_recommendation(make.recommendation(), width=100, color=False))
 
 
 def test_a_training_plan_tells_of_its_chain(run):
@@ -641,8 +643,8 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     text = printed(show_train.train_plan(plan))
     assert planned in text and "checkpoints: saves each epoch\n" in text
     assert "resume is rehearsed, on 1 node for at most 20 min (--no-rehearse" in text
-    assert now in show_status.training(snapshot(own).training)
-    assert re.search(r"finetune\.py +- +0", printed(show_status.runs(run_list.list_runs(tmp_path), width=120)))
+    assert now in show_status.describe_training(snapshot(own).training)
+    assert re.search(r"finetune\.py +- +0", printed(show_status.render_runs(run_list.list_runs(tmp_path), width=120)))
 
 
 def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
@@ -657,22 +659,22 @@ def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
 
 def test_a_running_probe_names_both_batches(run):
     name = make.add_probes(run, 2, (16, 32))
-    text = printed([show_status.jobs(snapshot(run, {name: "running"}).jobs)])
+    text = printed([show_status.jobs_table(snapshot(run, {name: "running"}).jobs)])
     assert re.search(r"probe-n002 +running +2 +0/2 +32 +16 ", text)
 
 
 def test_the_schedulers_id_is_shown_where_there_is_a_scheduler(run):
     name = make.add_probes(run, 2, (16,))
-    assert "4711" not in printed([show_status.jobs(snapshot(run).jobs)])
+    assert "4711" not in printed([show_status.jobs_table(snapshot(run).jobs)])
     run.write_job(make.job(name, nodes=2, scheduler="slurm"))
-    assert "4711" in printed([show_status.jobs(snapshot(run).jobs)])
+    assert "4711" in printed([show_status.jobs_table(snapshot(run).jobs)])
 
 
 def test_the_list_of_runs(run):
     make.add_measured(run, 1, 32)
     damaged = RunDir.create(run.path.parent, make.spec(name="other"))
     (damaged.path / "spec.yaml").write_text("[")
-    text = printed(show_status.runs(run_list.list_runs(run.path.parent), width=80))
+    text = printed(show_status.render_runs(run_list.list_runs(run.path.parent), width=80))
     assert re.search(rf"{run.id} +2023-11-14 [\d:]+ +resnet18 +digits +1", text)
     assert f"{damaged.id} cannot be read" in text
 
@@ -741,7 +743,7 @@ def test_quiet_waiting_says_nothing(run):
 
 
 def test_the_summary_compares_predicted_with_actual():
-    text = printed(show_train.summary(make.summary()))
+    text = printed(show_train.render_summary(make.summary()))
     assert "trained on 2 nodes at batch 64 (started with 128), best top-1 83.00 % at epoch 3" in text
     assert re.search(r"step time \(ms\) +100 +105 +-4.8", text)
     assert re.search(r"time \(min\) +4.80 +6.00 +-20.0", text)
@@ -750,31 +752,33 @@ def test_the_summary_compares_predicted_with_actual():
 
 
 def test_the_summary_names_no_step_time_where_none_was_timed():
-    assert re.search(r"step time \(ms\) +100 +- +- *\n", printed(show_train.summary(make.summary(actual_step=None))))
+    assert re.search(
+        r"step time \(ms\) +100 +- +- *\n", printed(show_train.render_summary(make.summary(actual_step=None)))
+    )
 
 
 def test_what_gradient_scaling_did_is_told_by_status_and_summary(run):
     did = Scaled(steps=300, scaled=0.997, mean=1.3456, apply_to="update")
-    text = printed(show_train.summary(make.summary(scaled=did)))
+    text = printed(show_train.render_summary(make.summary(scaled=did)))
     assert "gradient scaling (of each update): factor 1.35 in 99.7 % of the steps" in text
-    assert "gradient scaling" not in printed(show_train.summary(make.summary()))
+    assert "gradient scaling" not in printed(show_train.render_summary(make.summary()))
     rows = make.metrics()
     make.add_training(run, rows=[*rows, {**rows[-1], "ags": {"mean": 1.21, "scaled": 0.5}}])
-    assert "AGS factor 1.21 in 50.0 % of the steps" in show_status.training(snapshot(run).training)
+    assert "AGS factor 1.21 in 50.0 % of the steps" in show_status.describe_training(snapshot(run).training)
 
 
 def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_time():
-    text = printed(show_train.summary(make.summary(predicted_kwh=1.1, actual_kwh=1.0, counted=0.98)))
+    text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1, actual_kwh=1.0, counted=0.98)))
     assert re.search(r"energy \(kWh\) +1.10 +1.00 +\+10.0", text) and "counted over" not in text
-    text = printed(show_train.summary(make.summary(predicted_kwh=1.1, actual_kwh=0.4, counted=0.5)))
+    text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1, actual_kwh=0.4, counted=0.5)))
     assert re.search(r"energy \(kWh\) +1.10 +0.400 +-\n", text) and "was counted over 50.0 % of the time" in text
-    text = printed(show_train.summary(make.summary(predicted_kwh=1.1)))
+    text = printed(show_train.render_summary(make.summary(predicted_kwh=1.1)))
     assert re.search(r"energy \(kWh\) +1.10 +- +-\n", text) and "counted over" not in text
-    assert "energy" not in printed(show_train.summary(make.summary()))
+    assert "energy" not in printed(show_train.render_summary(make.summary()))
 
 
 def test_a_training_without_classes_is_best_where_its_loss_is_least():
-    text = printed(show_train.summary(make.summary(metrics={"loss": 0.9}, best_top1=0.0)))
+    text = printed(show_train.render_summary(make.summary(metrics={"loss": 0.9}, best_top1=0.0)))
     assert "(started with 128), least loss at epoch 3" in text
 
 
@@ -782,22 +786,24 @@ def test_a_summary_tells_where_the_time_went():
     predicted = TimeParts(steps=200, data=None, evaluation=60, checkpoints=0, branches=0, rest=28)
     actual = TimeParts(steps=240, data=12, evaluation=60, checkpoints=6, branches=0, rest=54)
     found = make.summary(predicted_parts=predicted, actual_parts=actual, attempts=1)
-    text = printed(show_train.summary(found))
+    text = printed(show_train.render_summary(found))
     assert re.search(r"  steps +3.33 +4.00 +-16.7\n +waiting for data +- +0.200 +-\n", text)
     assert re.search(
         r"  evaluation +1.00 +1.00 +\+0.0\n +checkpoints +0 +0.100 +-100.0\n  starts and ends +0.467", text
     )
     assert "branches" not in text
     where = Path.cwd() / "tula-runs/digits-1/train/ab12cd34/best"
-    assert printed(show_train.summary(found, weights=where)).endswith(
+    assert printed(show_train.render_summary(found, weights=where)).endswith(
         "\nbest weights: tula-runs/digits-1/train/ab12cd34/best\n"
     )
-    assert "starts, ends, repeated" in printed(show_train.summary(found.model_copy(update={"attempts": 2})))
-    assert "steps" not in printed(show_train.summary(make.summary(predicted_parts=predicted)))
+    assert "starts, ends, repeated" in printed(show_train.render_summary(found.model_copy(update={"attempts": 2})))
+    assert "steps" not in printed(show_train.render_summary(make.summary(predicted_parts=predicted)))
 
 
 def test_a_summary_without_a_prediction():
-    text = printed(show_train.summary(make.summary(predicted_hours=None, predicted_cost=None, predicted_step=None)))
+    text = printed(
+        show_train.render_summary(make.summary(predicted_hours=None, predicted_cost=None, predicted_step=None))
+    )
     assert re.search(r"time \(min\) +- +6.00 +-\n", text)
 
 
@@ -834,15 +840,15 @@ def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
         run.write_result(of_a_script(measured(Truth(), nodes, local), script=seen if nodes == 1 else None))
     now = snapshot(run)
     assert now.notes == ("no synchronisation: no DDP (2 of 2 probes)",)
-    assert printed(show_status.status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1
+    assert printed(show_status.render_status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1
     report = profile.profile_report(run, profile.ProfilePlan((), 0, 0, 0, 0, None, "USD", Source(Path(), "")))
     assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.profile_report(report))
 
 
 def test_samples_that_were_trained_again_are_told():
-    text = printed(show_train.summary(make.summary(lost=(480, 0, 960))))
+    text = printed(show_train.render_summary(make.summary(lost=(480, 0, 960))))
     assert "was trained again: 1440 samples in all, at each end 480, 0, 960" in text
-    assert "trained again" not in printed(show_train.summary(make.summary(lost=())))
+    assert "trained again" not in printed(show_train.render_summary(make.summary(lost=())))
 
 
 def test_a_plan_tells_what_it_may_cost_at_most(run):
@@ -863,12 +869,12 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
 def test_a_language_model_is_told_by_loss_and_perplexity_and_tokens_a_second(run):
     metrics = {"eval_loss": 1.6, "perplexity": 4.953}
     told = make.summary(metrics=metrics, best_top1=None, best_loss=1.5)
-    text = printed(show_train.summary(told))
+    text = printed(show_train.render_summary(told))
     assert "least loss 1.500 (perplexity 4.482) at epoch 3" in text and "perplexity 4.953" in text
     rows = [{**row, "top1": None, "top5": None, "perplexity": 4.953} for row in make.metrics()]
     rows = [{**row, "tokens_per_second": 81920.0, "padding": 0.125} if row["kind"] == "step" else row for row in rows]
     make.add_training(run, rows=rows)
-    line = show_status.training(snapshot(run).training)
+    line = show_status.describe_training(snapshot(run).training)
     assert (
         "perplexity 4.953" in line
         and "81920 tokens a second (12.5 % padding beside them)" in line

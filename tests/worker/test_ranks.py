@@ -83,7 +83,7 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
     for name in nccl.SETTINGS:
         one_rank.delenv(name, raising=False)
     one_rank.setattr(ranks, "pick_device", lambda *place, **world: torch.device("cuda", 0))
-    one_rank.setattr(ranks, "_rendezvous", lambda *place, **ranks: dist.HashStore())
+    one_rank.setattr(ranks, "_make_store", lambda *place, **ranks: dist.HashStore())
     one_rank.setattr(torch.accelerator, "set_device_index", lambda device: None)
     one_rank.setattr(dist, "init_process_group", start)
     with pytest.raises(Started) as started, process_group(spec().cluster, handover=tmp_path / "handover", listen=True):

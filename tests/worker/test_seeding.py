@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tula_cli.worker.seeding import seed_torch, seeded, stable_seed
+from tula_cli.worker.seeding import seed_generators, seed_torch, stable_seed
 
 CPU = torch.device("cpu")
 
@@ -44,12 +44,12 @@ def test_seeding_covers_three_generators_and_puts_them_back() -> None:
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     expected = draws()
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
-    with seeded(0, 1, 2):
+    with seed_generators(0, 1, 2):
         inside = draws()
     assert draws() == expected
-    with seeded(0, 1, 2):
+    with seed_generators(0, 1, 2):
         assert draws() == inside
-    with seeded(0, 2, 1):
+    with seed_generators(0, 2, 1):
         assert all(one != two for one, two in zip(draws(), inside, strict=True))
 
 
@@ -57,6 +57,6 @@ def test_generators_are_put_back_after_an_error() -> None:
     random.seed(5)
     expected = random.random()
     random.seed(5)
-    with pytest.raises(ZeroDivisionError), seeded(1):
+    with pytest.raises(ZeroDivisionError), seed_generators(1):
         raise ZeroDivisionError
     assert random.random() == expected

@@ -82,17 +82,17 @@ _SHARED = {
 """The options that every command takes, and `tula` by itself does not; typer keeps the first word as the default."""
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tula {__version__}")
         raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def _top(
+def _show_help(
     ctx: typer.Context,
     version: Annotated[  # noqa: ARG001
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     if ctx.invoked_subcommand is None:
@@ -129,11 +129,11 @@ def _show_warning(
 
 def _run(arguments: Sequence[str], screen: Screen) -> int:
     if hint := REPLACED.get(screen.command):
-        return _failed(screen, SpecError(f"there is no command {screen.command} any more", hint))
+        return _report_error(screen, SpecError(f"there is no command {screen.command} any more", hint))
     try:
         code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
     except TulaError as error:
-        return _failed(screen, error)
+        return _report_error(screen, error)
     except BrokenPipeError:
         return _reader_is_gone()
     except SystemExit as end:  # typer's and rich's, of code 1, for the same
@@ -141,21 +141,21 @@ def _run(arguments: Sequence[str], screen: Screen) -> int:
             raise
         return _reader_is_gone()
     except (KeyboardInterrupt, typer.Abort):
-        return _failed(screen, Interrupted("interrupted"))
+        return _report_error(screen, Interrupted("interrupted"))
     except typer.Exit as error:
         return error.exit_code
     except USAGE_ERROR as error:
-        return _failed(screen, _usage(error, arguments))
+        return _report_error(screen, _usage_error(error, arguments))
     except OSError as error:
         known = _of_machine(error)
         if known is None:
             raise
         _discard_unwritable()
-        return _failed(screen, known)
+        return _report_error(screen, known)
     return code if isinstance(code, int) else 0
 
 
-def _failed(screen: Screen, error: TulaError) -> int:
+def _report_error(screen: Screen, error: TulaError) -> int:
     """Show an error; return its exit code, which stands whether or not somebody reads."""
     try:
         screen.fail(error)
@@ -198,7 +198,7 @@ def _discard_unwritable() -> None:
             _discard(stream)
 
 
-def _usage(error: Any, arguments: Sequence[str]) -> SpecError:
+def _usage_error(error: Any, arguments: Sequence[str]) -> SpecError:
     """Return click's complaint about the arguments as an error of ours."""
     path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
     message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
@@ -223,12 +223,12 @@ def _reader_is_gone() -> int:
 _REPORT = "this is a defect of tula; please report it with the lines above"
 
 
-def _defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _report_defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show a defect of ours, or of a scheduler or another part of the user's, with its traceback; the envelope says so too."""
     screen.print_traceback(error.with_traceback(trace))
     theirs = _their_line(trace)
     hint = f"raised by {theirs}, which is no part of tula" if theirs else _REPORT
-    _failed(screen, TulaError(f"{kind.__name__}: {error}", hint))
+    _report_error(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 
 def _their_line(trace: Any) -> str:
@@ -260,5 +260,5 @@ def main() -> None:
     if columns.isdecimal() and int(columns) < NARROWEST:
         del os.environ["COLUMNS"]
     screen = Screen()
-    sys.excepthook = functools.partial(_defect, screen)
+    sys.excepthook = functools.partial(_report_defect, screen)
     sys.exit(run(sys.argv[1:], screen=screen))

@@ -9,7 +9,7 @@ import typer
 
 from tula_cli.cli.options import RUNS, Fresh, NodeType, Overrides, Root, Timeout
 from tula_cli.cli.runs import load, open_run
-from tula_cli.cli.waiting import done, inspector, refuse, warn_all
+from tula_cli.cli.waiting import follow_work, make_inspector, refuse, warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
@@ -83,7 +83,7 @@ def init(
                 return job_from_sbatch(source, str(script), offered, answers=answers)
             return job_from_command(command or "", kind, offered, gpus=gpus, answers=answers)
 
-        made = _asking(screen, make)
+        made = _ask_missing(screen, make)
         text = made.text
         data, lines = show_check.describe_proposal(made, output)
         default, reason = default_train(made.recognised.script["command"])
@@ -107,7 +107,7 @@ def _read_script(path: Path) -> str:
         ) from None
 
 
-def _asking(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
+def _ask_missing(screen: Screen, make: "Callable[[dict[str, str]], FromCommand]") -> "FromCommand":
     """Return the job, after asking on a terminal for what the command does not tell; without one that is an error."""
     from tula_cli.services.init import LENGTH_QUESTION
     from tula_cli.spec.scripts.launchers import Unknown
@@ -214,7 +214,7 @@ def check(
         return _check_memory(screen, job, root, overrides, capacity=memory, node_type=node_type, fresh=fresh)
     if rehearse:
         _refuse_all({"--on-cluster": on_cluster, "--nodes": nodes is not None, **foreign}, to="--rehearse")
-        return _rehearse(screen, job, root, overrides, node_type=node_type, timeout=timeout, fresh=fresh)
+        return _rehearse_resume(screen, job, root, overrides, node_type=node_type, timeout=timeout, fresh=fresh)
     if on_cluster:
         _refuse_all({**foreign, "--fresh": fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, root, overrides, nodes=nodes, node_type=node_type, timeout=timeout)
@@ -240,9 +240,9 @@ def _check_job(
     from tula_cli.services import check as services_check
 
     spec = load(job, overrides)
-    origins = _origins(job, spec, overrides) if show_origin else {}
+    origins = _value_origins(job, spec, overrides) if show_origin else {}
     refuse(fresh and offline, "--fresh", "means nothing to --offline")
-    inspect = inspector(screen, root, fresh=fresh)
+    inspect = make_inspector(screen, root, fresh=fresh)
     run = None if offline else run_of_job(root, spec)
     checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect, run=run)
     screen.answer(*show_check.render_checks(checked.reports, origins))
@@ -285,13 +285,13 @@ def _check_on_cluster(
     work = service.run_node_check(
         run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file
     )
-    cluster_check = done(screen, work)
+    cluster_check = follow_work(screen, work)
     screen.answer(cluster_check, show_check.render_cluster_check(cluster_check))
     warn_all(screen, cluster_check.warnings)
     cluster_check.require_sound(str(job))
 
 
-def _rehearse(
+def _rehearse_resume(
     screen: Screen,
     job: Path,
     root: Path,
@@ -310,7 +310,7 @@ def _rehearse(
     work = service.run_resume_test(
         run, spec, launcher.launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=file
     )
-    finding = done(screen, work)
+    finding = follow_work(screen, work)
     if finding.contradiction:
         screen.warn(finding.contradiction)
     screen.answer(show_check.resume_test_data(finding), show_check.render_resume_test(finding))
@@ -318,16 +318,16 @@ def _rehearse(
     finding.require_resumable(str(job), "mend its resume, and rehearse again")
 
 
-def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
+def _value_origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
     """Return each value of the spec and where it comes from."""
     from tula_cli.spec.merge import flatten, merge_sources
 
     sources = merge_sources(job, overrides=overrides or ())[1]
     values = flatten(spec.model_dump(mode="json"))
-    return {key: show_screen.Origin(value, _source(key, sources)) for key, value in values}
+    return {key: show_screen.Origin(value, _origin_of_key(key, sources)) for key, value in values}
 
 
-def _source(key: str, sources: dict[str, str]) -> str:
+def _origin_of_key(key: str, sources: dict[str, str]) -> str:
     """Return what set a key; a list or mapping may have been set as a whole."""
     parts = key.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
@@ -349,14 +349,14 @@ def _check_memory(
     from tula_cli.services import estimate as service
 
     spec = load(job, overrides)
-    size = _size(capacity)
-    inspect = inspector(screen, root, fresh=fresh)
+    size = _parse_memory_size(capacity)
+    inspect = make_inspector(screen, root, fresh=fresh)
     run = run_of_job(root, spec)
     reports = service.estimate_all(run, spec, capacity=size, node_type=node_type, inspector=inspect)
     screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.render_estimate))
 
 
-def _size(text: str) -> int:
+def _parse_memory_size(text: str) -> int:
     from tula_cli.spec.kinds import parse_size
 
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli.cli.options import RUNS, Root, Yes
-from tula_cli.cli.runs import age, find_run
+from tula_cli.cli.runs import find_run, parse_age
 from tula_cli.errors import BadMeasurements, Pending, SpecError
 from tula_cli.show import clean as show_clean
 from tula_cli.show.screen import Screen
@@ -42,9 +42,9 @@ def clean(
     """
     from tula_cli.services import clean as service
 
-    long = None if older is None else age(older, "--older")
+    long = None if older is None else parse_age(older, "--older")
     run_spaces = service.measure_runs(
-        _runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long
+        _find_runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long
     )
     if named and (kept_run := next((run_space for run_space in run_spaces if run_space.kept), None)):
         kept_words = f"{kept_run.id}: {kept_run.kept}; nothing was freed"
@@ -61,7 +61,7 @@ def clean(
         )
         return screen.answer(show_clean.clean_data(run_spaces, None), shown)
     screen.aside(show_clean.render_spaces(run_spaces, width=screen.width))
-    if not _confirmed(screen, yes=yes):
+    if not _confirm_deletion(screen, yes=yes):
         return screen.answer(show_clean.clean_data(run_spaces, None), ["nothing was freed"])
     done = service.free_space(run_spaces)
     for problem in done.problems:
@@ -69,7 +69,7 @@ def clean(
     return screen.answer(show_clean.clean_data(run_spaces, done), show_clean.describe_cleaned(done))
 
 
-def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
+def _find_runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
     """Return this user's runs that are meant, each once.
 
     Raises:
@@ -95,7 +95,7 @@ def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[Run
     return list(runs.values())
 
 
-def _confirmed(screen: Screen, *, yes: bool) -> bool:
+def _confirm_deletion(screen: Screen, *, yes: bool) -> bool:
     if yes:
         return True
     if not sys.stdin.isatty():

@@ -25,8 +25,8 @@ from tula_cli.cli.options import (
     Yes,
     check_page,
 )
-from tula_cli.cli.runs import open_run, say_type, unedited
-from tula_cli.cli.waiting import asks, dependencies, done, inspector, warn_all
+from tula_cli.cli.runs import confirm_unedited, open_run, say_type
+from tula_cli.cli.waiting import follow_work, make_confirm, make_dependencies, make_inspector, warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import compare as show_compare
 from tula_cli.show.screen import Screen
@@ -72,19 +72,19 @@ def compare(
     _check_page(html)
     run, spec = open_run(screen, job, named, root, overrides)
     request = session.GridRequest(
-        rows.split_rows(methods or "") or None, _numbers("--batch", batch) or None, seeds, nodes, controls
+        rows.split_rows(methods or "") or None, _split_numbers("--batch", batch) or None, seeds, nodes, controls
     )
     if only_show:
         return _show(screen, run, spec, request, node_type=node_type, html=html)
-    own_dependencies = dependencies(
-        inspector(screen, run.path.parent, keep=not dry_run),
-        unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
+    own_dependencies = make_dependencies(
+        make_inspector(screen, run.path.parent, keep=not dry_run),
+        confirm_unedited(screen, run, spec, job or named, overrides, then=make_confirm(screen, spec, yes=yes)),
     )
-    prepared = done(screen, session.prepare(run, spec, request, own_dependencies, node_type=node_type))
+    prepared = follow_work(screen, session.prepare(run, spec, request, own_dependencies, node_type=node_type))
     if dry_run:
         return _dry_run(screen, prepared, own_dependencies)
     wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
-    comparison = done(
+    comparison = follow_work(
         screen,
         session.run_comparison(
             prepared, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())
@@ -123,13 +123,13 @@ def _dry_run(screen: Screen, prepared: "PreparedComparison", dependencies: "Depe
     screen.answer(data, show_compare.render_compare_plan(plan, scripts=scripts))
 
 
-def _words(text: str | None) -> tuple[str, ...]:
+def _split_words(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
-def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+def _split_numbers(option: str, text: str | None) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in _words(text))
+        return tuple(int(word) for word in _split_words(text))
     except ValueError:
         raise SpecError(f"{option} {text}: must be numbers, with commas between them") from None
 
@@ -159,4 +159,4 @@ def _answer(
         write_atomic(
             html, render_page(document_of_comparison(part, comparison, report, at=time.time())), mode=MODE_FOR_ALL
         )
-        screen.note(f"wrote {words.near(html)}")
+        screen.note(f"wrote {words.relative_path(html)}")

@@ -18,7 +18,7 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run
-from tula_cli.cli.waiting import asks, dependencies, detached, done, inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
@@ -50,7 +50,7 @@ def evaluate(
     run, spec = open_run(screen, job, named, root, overrides)
     request = service.EvaluationRequest(weights, training, nodes, fresh)
     prepared = service.prepare_evaluation(run, spec, request, node_type=node_type)
-    own_dependencies = dependencies(inspector(screen, run.path.parent), asks(screen, spec, yes=yes))
+    own_dependencies = make_dependencies(make_inspector(screen, run.path.parent), make_confirm(screen, spec, yes=yes))
     part, task = prepared.part, prepared.task
     if dry_run:
         script = own_dependencies.launcher_for(part.spec).script(part.run, task)
@@ -58,9 +58,9 @@ def evaluate(
             {"task": task, "found": prepared.found, "scripts": [script]},
             [*show_train.evaluation_plan(task), "", script],
         )
-    evaluation = done(
+    evaluation = follow_work(
         screen, service.run_evaluation(prepared, own_dependencies, WaitPolicy(wait, timeout, cancel_on_interrupt))
     )
     if isinstance(evaluation, DetachedJobs):
-        return detached(screen, part.run, evaluation, {"task": task})
-    return screen.answer(evaluation, show_train.evaluated(evaluation))
+        return answer_detached(screen, part.run, evaluation, {"task": task})
+    return screen.answer(evaluation, show_train.render_evaluation(evaluation))

@@ -8,7 +8,7 @@ import typer
 
 from tula_cli.cli.options import RUNS, MaybeRun, Root, RunArgument
 from tula_cli.cli.runs import find_run
-from tula_cli.cli.waiting import done
+from tula_cli.cli.waiting import follow_work
 from tula_cli.errors import SpecError
 from tula_cli.show import export as show_export
 from tula_cli.show.screen import Screen
@@ -52,13 +52,13 @@ def export(
 
     run = find_run(screen, target or named, root)
     trackers = service.requested_trackers(run.spec(), to or [], uri=uri, project=project)
-    reports = partial(report_files, page=_page())
-    results = done(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
+    reports = partial(report_files, page=_page_renderer())
+    results = follow_work(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
     screen.answer(results, show_export.describe_exports(results))
     service.require_sent(results)
 
 
-def _page() -> "Callable[[Document], str] | None":
+def _page_renderer() -> "Callable[[Document], str] | None":
     """Return what draws a report's page; None without a matplotlib that works, where its Markdown alone is sent."""
     from tula_cli.show.html.figures import require_matplotlib
     from tula_cli.show.html.page import render_page

@@ -14,7 +14,7 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run
-from tula_cli.cli.waiting import asks, dependencies, detached, done, inspector
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -45,21 +45,21 @@ def profile(
     run, spec = open_run(screen, job, named, root, overrides)
     if not dry_run:
         require_own(run.path)  # before anything is built for it
-    own_dependencies = dependencies(
-        inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes)
+    own_dependencies = make_dependencies(
+        make_inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), make_confirm(screen, spec, yes=yes)
     )
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if dry_run:
-        would = done(screen, profiling_rounds.dry_run(run, spec, own_dependencies))
+        would = follow_work(screen, profiling_rounds.dry_run(run, spec, own_dependencies))
         return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))
-    profiled = done(
+    profiled = follow_work(
         screen,
         profiling_rounds.run_profile(
             run, spec, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())
         ),
     )
     if isinstance(profiled, profiling_rounds.SubmittedProbes):
-        return detached(screen, run, profiled, {"plan": tables.data_by_type(profiled.plans)})
+        return answer_detached(screen, run, profiled, {"plan": tables.data_by_type(profiled.plans)})
     screen.status = "partial" if profiled.partial else screen.status
     data = tables.data_by_type(profiled.reports)
     return screen.answer(data, tables.by_type(profiled.reports, show_profile.profile_report))

@@ -74,13 +74,13 @@ def recommend(
     from tula_cli.services.recommendation.limits import Criteria, Limits
     from tula_cli.spec.job import describe_training_method
 
-    run, spec = _measured(screen, job, named, root, overrides)
+    run, spec = _find_measured_run(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
     criteria = Criteria(objective, limits, curve, node_type, from_training)
     make_launcher = functools.partial(launcher.launcher_for, submits=False)
     answer = service.answer_query(run, spec, criteria, launcher_for=make_launcher, overrides=overrides or ())
     recommendation = answer.recommendation
-    saved = (save or _renews(screen, run, recommendation)) and _saved(
+    saved = (save or _replaces_kept_answer(screen, run, recommendation)) and _save_answer(
         screen, run, spec, answer, overrides or (), job, is_required=save, every=every
     )
     judged = service.cross_validate(answer) if validate else {}
@@ -92,16 +92,18 @@ def recommend(
         **({"explanation": explained} if explain else {}),
     }
     data = {**dict(recommendation), **rows, "saved": saved, "method_line": line, **details_as_json}
-    shown = _shown(screen, answer, pareto=pareto, every=every, kept=saved)
-    details = show_recommend.explanation(recommendation, explained) if explain else [show_recommend.EXPLAIN]
-    screen.answer(data, itertools.chain(shown, ["", line], show_recommend.validation(judged), details))
+    shown = _render_answer(screen, answer, pareto=pareto, every=every, kept=saved)
+    details = show_recommend.render_explanation(recommendation, explained) if explain else [show_recommend.EXPLAIN]
+    screen.answer(data, itertools.chain(shown, ["", line], show_recommend.render_validation(judged), details))
     warn_all(screen, recommendation.warnings)
 
 
-def _shown(screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept: bool) -> "Iterator[RenderableType]":
+def _render_answer(
+    screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept: bool
+) -> "Iterator[RenderableType]":
     """Yield the answer for people; `kept`: whether it was written."""
     whole = every and len(answer.offers) <= show_recommend.MOST
-    yield from show_recommend.recommendation(
+    yield from show_recommend.render_recommendation(
         answer.with_all_rows() if whole else answer.recommendation,
         drawn=answer.with_drawn_rows(),
         width=screen.width,
@@ -112,7 +114,7 @@ def _shown(screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept:
     )
 
 
-def _saved(
+def _save_answer(
     screen: Screen,
     run: "RunDir",
     spec: "JobSpec",
@@ -139,7 +141,7 @@ def _saved(
     return True
 
 
-def _renews(screen: Screen, run: "RunDir", recommendation: "Recommendation") -> bool:
+def _replaces_kept_answer(screen: Screen, run: "RunDir", recommendation: "Recommendation") -> bool:
     """Return whether an answer takes the place of the kept one unasked; say so where it does not."""
     from tula_cli.services import recommend as services_recommend
 
@@ -150,7 +152,7 @@ def _renews(screen: Screen, run: "RunDir", recommendation: "Recommendation") -> 
     return True
 
 
-def _measured(
+def _find_measured_run(
     screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
 ) -> tuple["RunDir", "JobSpec"]:
     """Return run and spec; a job.yaml must have a run already."""

@@ -54,7 +54,7 @@ def report(
 
     if target is not None and named is not None:
         raise SpecError(f"both {target} and --run {named} given", "name one of them")
-    to_stdout = _forms(csv, markdown=markdown, latex=latex)
+    to_stdout = _form_for_stdout(csv, markdown=markdown, latex=latex)
     _check_places(html, svg, csv)
     run = find_run(screen, target or named, root)
     looks = functools.partial(launcher.launcher_for, submits=False)
@@ -62,7 +62,7 @@ def report(
     for part in material.parts:
         warn_all(screen, part.now.warnings)
     document = service.build_document(material)
-    text = _text(document, to_stdout)
+    text = _text_for_stdout(document, to_stdout)
     written = _write(document, html, svg, csv)
     if text is None:
         screen.answer({"report": document, "written": written}, show_report.render_overview(document, written=written))
@@ -75,7 +75,7 @@ def report(
         screen.note(f"wrote {path}")
 
 
-def _forms(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
+def _form_for_stdout(csv: Path | None, *, markdown: bool, latex: bool) -> str | None:
     """Return the form that goes to stdout; None for none.
 
     Raises:
@@ -99,7 +99,7 @@ def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None
             raise SpecError(f"{option} {path}: is a file, and not a folder", "name a folder, or for --csv a file .csv")
 
 
-def _text(document: "Document", form: str | None) -> str | None:
+def _text_for_stdout(document: "Document", form: str | None) -> str | None:
     from tula_cli.services.reporting import formats
 
     if form is None:
@@ -131,4 +131,4 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
     for path, text in texts.items():
         write_atomic(path, text, mode=MODE_FOR_ALL)
     given_paths = [path for path in (html, svg, csv) if path is not None and path != Path("-")]
-    return [words.near(path.absolute()) for path in given_paths]
+    return [words.relative_path(path.absolute()) for path in given_paths]

@@ -38,7 +38,7 @@ def find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
     if why or screen.overrides:
         made_with = [f"--set {shlex.quote(text)}" for text in screen.overrides]
         earlier = f"{why and ','} with {' '.join(made_with)} of an earlier command" if made_with else ""
-        screen.note(f"run {words.near(run.path)}{why and f' {why}'}{earlier}")
+        screen.note(f"run {words.relative_path(run.path)}{why and f' {why}'}{earlier}")
     return run
 
 
@@ -60,7 +60,7 @@ def _named_run(named: Path, root: Path) -> "RunDir":
     if ids:
         raise SpecError(f"{words.plural(len(ids), 'run')} of the name {named}: {', '.join(ids)}", "name one of them")
     raise SpecError(
-        f"no such run directory: {named.absolute()}, nor {words.near(root / named.name)}",
+        f"no such run directory: {named.absolute()}, nor {words.relative_path(root / named.name)}",
         nearest(named.name, files.list_names(root)) or "tula list shows the runs there are",
     )
 
@@ -85,7 +85,9 @@ def _run_of_job(job: Path, root: Path) -> "RunDir":
         file = other.job_file()
         if file is not None and Path(file.path) == job.absolute():
             return other
-    raise SpecError(f"{job} has no run under {words.near(root)}", f"tula profile {shlex.quote(str(job))} starts one")
+    raise SpecError(
+        f"{job} has no run under {words.relative_path(root)}", f"tula profile {shlex.quote(str(job))} starts one"
+    )
 
 
 def _overrides_of(run: "RunDir") -> tuple[str, ...]:
@@ -142,7 +144,7 @@ def open_run(
     return run, spec
 
 
-def unedited(
+def confirm_unedited(
     screen: Screen,
     run: "RunDir",
     spec: "JobSpec",
@@ -160,14 +162,14 @@ def unedited(
 
     def confirm(planned: "Planned") -> bool:
         if named is None and (found := config_drift(run, spec, overrides or ())) is not None and found.trains:
-            raise _edited(screen, run, found)
+            raise _edited_error(screen, run, found)
         return then(planned)
 
     return confirm
 
 
-def _edited(screen: Screen, run: "RunDir", config_drift: "ConfigDrift") -> SpecError:
-    name, run_path = words.near(Path(config_drift.file.path)), shlex.quote(words.near(run.path))
+def _edited_error(screen: Screen, run: "RunDir", config_drift: "ConfigDrift") -> SpecError:
+    name, run_path = words.relative_path(Path(config_drift.file.path)), shlex.quote(words.relative_path(run.path))
     what = "cannot be used" if config_drift.problem else f"says otherwise ({', '.join(config_drift.changes)})"
     return SpecError(
         f"{name} {what}, and nothing tells which settings to train with; nothing was started",
@@ -181,7 +183,7 @@ def say_type(screen: Screen, part: "Part") -> None:
         screen.note(f"node type {part.type}")
 
 
-def age(text: str, option: str) -> float:
+def parse_age(text: str, option: str) -> float:
     """Return the seconds that an option's value such as 90s, 30m, 2h or 30d stands for.
 
     Raises:
@@ -203,4 +205,4 @@ def since_when(text: str, *, now: float) -> float:
     missing = " 00:00:00"[len(day) - 10 :] if 10 <= len(day) < 19 else ""  # 2026-11-24, 2026-11-24 09:30
     if (moment_told := words.told_time(day + missing)) is not None:
         return moment_told
-    return now - age(text, "--since")
+    return now - parse_age(text, "--since")

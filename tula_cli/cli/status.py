@@ -61,7 +61,7 @@ def list_(screen: Screen, root: Root = RUNS) -> None:
     run_summaries = run_list.list_runs(root.absolute())
     screen.answer(
         run_summaries,
-        show_status.runs(run_summaries, width=screen.width) if run_summaries else [f"no run under {root}"],
+        show_status.render_runs(run_summaries, width=screen.width) if run_summaries else [f"no run under {root}"],
     )
 
 

@@ -19,8 +19,8 @@ from tula_cli.cli.options import (
     WithinBalance,
     Yes,
 )
-from tula_cli.cli.runs import open_run, unedited
-from tula_cli.cli.waiting import asks, dependencies, detached, done, inspector
+from tula_cli.cli.runs import confirm_unedited, open_run
+from tula_cli.cli.waiting import answer_detached, follow_work, make_confirm, make_dependencies, make_inspector
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
@@ -56,33 +56,33 @@ def train(
     from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
     run, spec = open_run(screen, job, named, root, overrides)
-    own_dependencies = dependencies(
-        inspector(screen, run.path.parent, keep=not dry_run),
-        unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
+    own_dependencies = make_dependencies(
+        make_inspector(screen, run.path.parent, keep=not dry_run),
+        confirm_unedited(screen, run, spec, job or named, overrides, then=make_confirm(screen, spec, yes=yes)),
     )
     prepared = service.prepare_training(
         run, spec, own_dependencies.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse, within_balance=within_balance
     )  # fmt: skip
-    training = done(screen, prepared)
+    training = follow_work(screen, prepared)
     if dry_run:
         return _dry_run(screen, training, own_dependencies)
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
-    summary = done(
+    summary = follow_work(
         screen,
         service.run_training(training, own_dependencies, wait_policy, file=settings_origin(run, job, overrides or ())),
     )
     if isinstance(summary, DetachedJobs):
-        return detached(screen, training.part.run, summary, {"plan": training.plan})
-    return _trained(screen, training, summary)
+        return answer_detached(screen, training.part.run, summary, {"plan": training.plan})
+    return _answer_training(screen, training, summary)
 
 
-def _trained(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
+def _answer_training(screen: Screen, training: "PreparedTraining", summary: "Summary") -> None:
     from tula_cli.services.site_charges import site_charge_of
 
     run = training.part.run
     weights, charge = run.training(summary.signature).weights(), site_charge_of(run, summary.signature)
     data = {**dict(summary), "weights": weights, "site_charge": charge}
-    return screen.answer(data, show_train.summary(summary, weights=weights, charge=charge))
+    return screen.answer(data, show_train.render_summary(summary, weights=weights, charge=charge))
 
 
 def _dry_run(screen: Screen, training: "PreparedTraining", dependencies: "Dependencies") -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def done(screen: Screen, work: "Work[T]") -> T:
+def follow_work(screen: Screen, work: "Work[T]") -> T:
     """Do the work of a service, show its events, and return its result."""
     from tula_cli.services import events
 
@@ -71,7 +71,7 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
         case events.NodeCheckProgress(task, state):
             screen.note(show_check.describe_check_state(task, state))
         case events.ProfilePlanned(plans) | events.FirstJobPlanned(plans):
-            screen.aside(show_profile.plans(plans))
+            screen.aside(show_profile.render_plans(plans))
         case events.TrainPlanned(plan, links):
             screen.aside(show_train.train_plan(plan, links=links))
         case events.EvaluationPlanned(task):
@@ -80,7 +80,7 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
             screen.aside(show_compare.render_compare_plan(compared))
 
 
-def dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":
+def make_dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":
     """Return what a command that submits works with."""
     from tula_cli.cluster import launcher
     from tula_cli.services.waiting import Dependencies
@@ -88,7 +88,7 @@ def dependencies(inspect: "CachedInspection", confirm: "Callable[[Planned], bool
     return Dependencies(launcher.launcher_for, inspect, confirm)
 
 
-def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":
+def make_inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "CachedInspection":
     """Return what inspects jobs, and remembers under `root` what it found."""
     from tula_cli.cluster import inspection
     from tula_cli.cluster.inspection import CachedInspection
@@ -96,7 +96,7 @@ def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = T
     return CachedInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
 
 
-def asks(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
+def make_confirm(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":
     """Return who is asked: nobody where the user said yes before, or has set a cap and there is nobody to ask."""
 
     def confirm(_: "Planned") -> bool:
@@ -120,11 +120,11 @@ def warn_all(screen: Screen, warnings: Sequence[str]) -> None:
         screen.warn(text)
 
 
-def detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data: dict[str, Any]) -> None:
+def answer_detached(screen: Screen, run: "RunDir", detached_jobs: "DetachedJobs", data: dict[str, Any]) -> None:
     """Answer for jobs that nobody waits for."""
     screen.status = "pending"
     started = [job for job in detached_jobs.jobs if job not in detached_jobs.under_way]
     sentences = [f"started {', '.join(started)}"] if started else []
     sentences += [f"under way already: {', '.join(detached_jobs.under_way)}"] if detached_jobs.under_way else []
-    line = f"{'; '.join(sentences)}; tula status --run {words.near(run.path)} shows how far they are"
+    line = f"{'; '.join(sentences)}; tula status --run {words.relative_path(run.path)} shows how far they are"
     screen.answer({"jobs": list(detached_jobs.jobs), **data}, [line])

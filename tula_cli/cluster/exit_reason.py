@@ -15,7 +15,7 @@ from tula_cli.host.devices import has_gpu
 from tula_cli.host.failures import (
     FAILURE_KINDS,
     PEER,
-    classify,
+    classify_failure,
     find_root_failure,
     find_telling_line,
     find_user_exception,
@@ -93,13 +93,13 @@ def reason_of_own_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankE
         return add_disk_shortage(run, task, ExitReason.from_failure(failure), failure.detail)
     output_text = exited.words
     summary = output_text.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
-    outcome = classify(output_text, exit_code=exited.exit_code, device=device)
+    outcome = classify_failure(output_text, exit_code=exited.exit_code, device=device)
     if outcome in ("peer", "unknown") and kill_signal(summary):
         outcome = "signal"
     elif outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
         # SIGABRT is no kill: torch ends its own process by it over a lost peer.
         message_ = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
-        outcome = classify(message_, exit_code=exited.exit_code, device=device)
+        outcome = classify_failure(message_, exit_code=exited.exit_code, device=device)
     host = node_name()
     if outcome == "disk" or (outcome in ("unknown", "peer") and _is_disk_full(run, task, exited)):
         return add_disk_shortage(run, task, ExitReason("disk", rank=exited.rank, host=host), output_text)
@@ -107,7 +107,7 @@ def reason_of_own_ranks(run: RunDir, task: Task, attempt: Attempt, exited: RankE
         message = "the kernel killed a process for memory"
         return ExitReason("device_oom" if device == "cpu" else "host_oom", message, exited.rank, host)
     line = find_telling_line(output_text)
-    if line and outcome == classify(line, device=device):
+    if line and outcome == classify_failure(line, device=device):
         return add_disk_shortage(run, task, ExitReason(outcome, line, exited.rank, host), output_text)
     if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _has_crashed(exited, summary):
         # Native code that does not check an allocation crashes under the limit instead of raising.

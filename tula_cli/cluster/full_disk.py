@@ -9,7 +9,7 @@ from tula_cli.cluster.relaunch import relaunch_task
 from tula_cli.cluster.scheduler import Scheduler
 from tula_cli.cluster.schedulers import scheduler_of
 from tula_cli.errors import DiskFull, SchedulerError
-from tula_cli.host.failures import advice
+from tula_cli.host.failures import advise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.disk_space import file_size
 from tula_cli.run.records.base import ModelStates
@@ -54,7 +54,7 @@ def require_disk_space(run: RunDir, last_attempt: Attempt | None) -> None:
     if missing is not None:
         raise DiskFull(
             f"there is still no room: {describe_shortage(missing)}",
-            advice("disk"),
+            advise("disk"),
             folder=missing.folder,
             quota=missing.quota,
             needed=missing.needed,

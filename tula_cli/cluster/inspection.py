@@ -252,8 +252,8 @@ def _describe_limits(limit: ResourceLimit) -> str:
     soft = {option: resource.getrlimit(kind)[0] for option, kind in limit.settings.items()}
     limits = [f"{option}: {value}" for option, value in soft.items() if value != resource.RLIM_INFINITY]
     if limit.name == "memory":
-        limits = [f"ulimit -v: {words.amount(soft['ulimit -v'])}"] if limits else []
-        limits.append(f"memory of this session or machine: {words.amount(machine_memory())}")
+        limits = [f"ulimit -v: {words.format_bytes(soft['ulimit -v'])}"] if limits else []
+        limits.append(f"memory of this session or machine: {words.format_bytes(machine_memory())}")
     return f" ({', '.join(limits)})" if limits else ""
 
 
@@ -352,7 +352,7 @@ class CachedInspection:
         path = self._path(facts_before)
         cached = None if self.fresh else _read(path)
         if cached is not None:
-            age = words.duration(max(0.0, time.time() - (_changed_at(path) / 1e9 or time.time())))
+            age = words.format_duration(max(0.0, time.time() - (_changed_at(path) / 1e9 or time.time())))
             self.note(f"the model and the dataset are as they were built {age} ago (--fresh builds them anew)")
             return cached
         self.note(BUILDING)

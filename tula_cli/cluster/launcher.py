@@ -73,7 +73,7 @@ def launcher_for(spec: JobSpec, *, submits: bool = True) -> Launcher:
 
 
 @contextlib.contextmanager
-def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
+def lock_submission(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
     """Keep other command lines from submitting jobs of a run while this one looks what is there and submits.
 
     Ctrl-C is held back meanwhile: of a job that was started and not written down nobody would know.

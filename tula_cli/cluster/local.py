@@ -22,7 +22,7 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import ProbeTask, Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.version import __version__
-from tula_cli.words import moment, plural
+from tula_cli.words import format_moment, plural
 
 JOB_MODULE, SUPERVISOR = "tula_cli.cluster.job_main", "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
@@ -144,7 +144,7 @@ def _state_on_other_machine(snapshot: Snapshot, job: Job) -> SchedulerState:
         return SchedulerState("ended", f"on {job.host}, as far as its files tell")
     heard = snapshot.last_sign_of_life(attempts[-1])
     if job.tula and heard is not None and time.time() - heard > MAX_SILENCE:  # an older tula gave no sign
-        return SchedulerState("ended", f"on {job.host}, of which nothing was heard after {moment(heard)}")
+        return SchedulerState("ended", f"on {job.host}, of which nothing was heard after {format_moment(heard)}")
     return SchedulerState("running", f"on {job.host}, as far as its files tell")
 
 

@@ -214,7 +214,7 @@ class RankOutput:
             return
         self._words += b"".join(line + b"\n" for line in lines)
         del self._words[:-TAIL]
-        prefix = b"" if self.rank is None else words.tag(self.rank).encode()
+        prefix = b"" if self.rank is None else words.rank_tag(self.rank).encode()
         stripped = prefix.rstrip()  # torch writes its own with and without a space
         text = b"".join((b"" if line.startswith(stripped) else prefix) + line + b"\n" for line in lines)
         self._queue_text(log, text)

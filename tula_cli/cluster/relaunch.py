@@ -8,7 +8,7 @@ from typing import Literal
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_processes import runs_script
 from tula_cli.cluster.scripts.training import possible_micro_batches as script_micro_batches
-from tula_cli.host.failures import FAILURE_KINDS, advice, is_missing_gpu
+from tula_cli.host.failures import FAILURE_KINDS, advise, is_missing_gpu
 from tula_cli.models.choice.early_stopping import shorten_prediction
 from tula_cli.models.cost import cost
 from tula_cli.models.out_of_memory import Fallback, cannot_accumulate, next_fallback
@@ -192,7 +192,7 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
             cause = f"out of memory on {plural(task.nodes)}, so it goes on with {following.nodes}"
         update = {"nodes": following.nodes}
     elif reason.outcome == "device_oom":
-        fallback = _fallback(run, task)
+        fallback = _choose_fallback(run, task)
         if fallback is None:
             return None
         cause = fallback.words
@@ -233,7 +233,7 @@ def _lower_lr_limit(run: RunDir, task: TrainTask) -> float | None:
     return max(1.0, factor / 2) if factor > 1 else None
 
 
-def _fallback(run: RunDir, task: TrainTask) -> Fallback | None:
+def _choose_fallback(run: RunDir, task: TrainTask) -> Fallback | None:
     """Return what follows an out-of-memory of a training; None where nothing would take less."""
     why_not = cannot_accumulate(task.spec)
     micro_batches = None
@@ -279,7 +279,7 @@ def reconsider_reason(
         before: the attempts of this job before it; of a training those since which nothing more has been saved.
     """
     if reason.outcome == "device_fault" and is_missing_gpu(reason.message) and not _has_gpus_elsewhere(run, attempt):
-        message = f"{reason.description}; {advice(reason.outcome, reason.message)}"
+        message = f"{reason.description}; {advise(reason.outcome, reason.message)}"
         return dataclasses.replace(reason, outcome="user", message=message, final=isinstance(task, TrainTask))
     if reason.outcome == "device_error" and any(
         a.outcome == "device_error" for a in _similar_failures(run, task, earlier)
@@ -360,7 +360,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             predicted_hours=prediction.hours if prediction else None,
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
-            actual_cost=sum(_cost(task_, took[task_.id], prediction) for task_ in tasks if task_.id in took),
+            actual_cost=sum(_cost_of_hours(task_, took[task_.id], prediction) for task_ in tasks if task_.id in took),
             predicted_step=newest.step_time if newest else None,
             actual_step=result.step_time,
             predicted_parts=prediction.parts if prediction else None,
@@ -380,7 +380,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             tuning=result.tuning,
             scaled=result.scaled,
             changes=training.changes(),
-            warnings=_warnings(training) if task.spec.script is not None else (),
+            warnings=_warnings_of_training(training) if task.spec.script is not None else (),
         )
     )
 
@@ -411,11 +411,11 @@ def _time_parts(training: TrainingRun, seconds: float) -> TimeParts:
     )
 
 
-def _warnings(training: TrainingRun) -> tuple[str, ...]:
+def _warnings_of_training(training: TrainingRun) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
 
 
-def _cost(task: TrainTask, hours: float, prediction: Prediction | None) -> float:
+def _cost_of_hours(task: TrainTask, hours: float, prediction: Prediction | None) -> float:
     cluster = task.spec.cluster
     reserved = (prediction.peak_memory if prediction else None) or 0
     return cost(

@@ -314,7 +314,7 @@ class LocalScheduler:
         """Start a process that outlives this one, its terminal and Ctrl-C."""
         if job.after:
             raise SchedulerError("jobs on this machine wait for no others", "start each when those before it are over")
-        _reap()
+        _reap_children()
         try:
             child = subprocess.Popen(
                 ["/bin/sh", str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -330,14 +330,14 @@ class LocalScheduler:
         return []
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
-        _reap()
-        return {id_: SchedulerState("running" if _lives(id_) else "ended") for id_ in ids}
+        _reap_children()
+        return {id_: SchedulerState("running" if _is_same_process(id_) else "ended") for id_ in ids}
 
     def cancel(self, ids: Sequence[str]) -> str:
         for id_ in ids:
-            if _lives(id_):
+            if _is_same_process(id_):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(_pid(id_), signal.SIGKILL)
+                    os.killpg(_pid_of_id(id_), signal.SIGKILL)
         return ""
 
     def hold(self, ids: Sequence[str]) -> str:
@@ -362,15 +362,15 @@ class LocalScheduler:
         return None
 
 
-def _pid(id_: str) -> int:
+def _pid_of_id(id_: str) -> int:
     return int(id_.partition("-")[0])
 
 
-def _lives(id_: str) -> bool:
+def _is_same_process(id_: str) -> bool:
     pid, _, ticks = id_.partition("-")
     since = start_time(int(pid)) if pid.isdigit() else None
     return since is not None and f"{since:.0f}" == ticks
 
 
-def _reap() -> None:
+def _reap_children() -> None:
     _children[:] = [child for child in _children if child.poll() is None]

@@ -391,7 +391,7 @@ class FailurePattern:
     scope: Scope = "log"
 
 
-def _pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -> FailurePattern:
+def _make_pattern(outcome: OutcomeClass, *patterns: str, scope: Scope = "log") -> FailurePattern:
     alternatives = "|".join(f"(?:{pattern})" for pattern in patterns)
     return FailurePattern(outcome, re.compile(alternatives, re.MULTILINE), scope)
 
@@ -441,12 +441,12 @@ _NOT_FINITE = r"(?=[^\n]*\b(?i:nans?|infs?|infinite|infinity|non-?finite|not fin
 _NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
 
 FAILURE_PATTERNS = (
-    _pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
+    _make_pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
     # A failed assertion on the device leaves every later library call failing with words that look like memory.
-    _pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
+    _make_pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
     # Before memory: ibverbs cannot lock enough of it, which is nothing that a batch or a loader could spare.
-    _pattern("device_fault", *(words for _, forms in DEVICE_FAULTS for words in forms)),
-    _pattern(
+    _make_pattern("device_fault", *(words for _, forms in DEVICE_FAULTS for words in forms)),
+    _make_pattern(
         "device_oom",
         rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
         rf"\b(?:CUDA|HIP|XPU|MPS|NPU|MLU|HPU|MUSA)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
@@ -471,7 +471,7 @@ FAILURE_PATTERNS = (
     # Not about memory by their words, and yet what a nearly full device (or a tensor beyond 2^31 elements) gives: torch
     # tries every algorithm, each is refused its workspace, and the last refusal is what is told. A smaller batch either
     # cures it or shows the same words again, so they are taken for memory.
-    _pattern(
+    _make_pattern(
         "device_oom",
         r"Unable to find a valid cuDNN algorithm to run convolution",
         r"\bunable to find an engine to execute this computation\b",
@@ -479,7 +479,7 @@ FAILURE_PATTERNS = (
         r"\bCUBLAS_STATUS_NOT_INITIALIZED\b[^\n]*\bcublasCreate\b",
         r"\bmiopenStatusUnknownError\b",
     ),
-    _pattern(
+    _make_pattern(
         "storage",
         _errno_pattern(_STORAGE),
         _texts_pattern(*filter(None, _STORAGE.values())),
@@ -493,12 +493,12 @@ FAILURE_PATTERNS = (
         r"^tula_cli\.errors\.StorageFailed\b",
         scope="system error",
     ),
-    _pattern(
+    _make_pattern(
         "storage",
         r"\A(?=[\s\S]*^Traceback)(?![\s\S]*(?:\bsocket\.py|\bssl\.py|\bhttp/client|\burllib|\.connect\())[\s\S]*^(?:TimeoutError|OSError): \[Errno 110\]",
         scope="traceback",
     ),
-    _pattern(
+    _make_pattern(
         "host_limit",
         r"\binotify (?:watch|instance) limit reached\b",
         _errno_pattern(_LIMITS),
@@ -509,7 +509,7 @@ FAILURE_PATTERNS = (
         r"\bSystem unable to allocate necessary resources for OMP thread\b",
         scope="system error",
     ),
-    _pattern(
+    _make_pattern(
         "signal",
         r"\bDataLoader worker \(pid[^\n]*\bis killed by signal: (?!Bus error)",
         r"\bDataLoader worker \(pid[^\n]*\bexited unexpectedly\b",
@@ -519,15 +519,15 @@ FAILURE_PATTERNS = (
         r"\bProcessExitedException: process \d+ terminated with signal\b",
         scope="error",
     ),
-    _pattern(
+    _make_pattern(
         "signal",  # a loader worker is gone, and with it the other end of a queue
         r"\b(?:torch/)?multiprocessing/(?:connection|queues|reductions|resource_sharer|managers)\.py[\s\S]*"
         r"^(?:ConnectionResetError|ConnectionRefusedError|ConnectionAbortedError|BrokenPipeError|EOFError)\b",
         scope="traceback",
     ),
-    _pattern("peer", r"/torch/distributed/[\s\S]*^(?:Connection\w+Error|BrokenPipeError)\b", scope="traceback"),
-    _pattern("hung", r"\bDataLoader timed out after\b", scope="error"),
-    _pattern(
+    _make_pattern("peer", r"/torch/distributed/[\s\S]*^(?:Connection\w+Error|BrokenPipeError)\b", scope="traceback"),
+    _make_pattern("hung", r"\bDataLoader timed out after\b", scope="error"),
+    _make_pattern(
         "diverged",
         rf"^{_LOSS}{_NOT_FINITE}(?!KeyError|AttributeError|NameError|TypeError|IndexError|ImportError)(?![^\n]*\bskip)[^\n]+",
         r"^(?:\w+\.)*FloatingPointError\b(?![^\n]*(?<!\((?:nan|inf)\) )\bencountered in\b)",
@@ -540,12 +540,12 @@ FAILURE_PATTERNS = (
         r"(?i:\b(?:model|training|loss)(?: has)? diverged\b)",
         scope="error",
     ),
-    _pattern(
+    _make_pattern(
         "diverged",  # an assertion without words, by the line that made it
         r"^ +assert [^\n]*\b(?:isnan|isfinite|isinf)\([^\n]*\n(?:[ ^~]*\n)?AssertionError\s*$",
         scope="traceback",
     ),
-    _pattern(
+    _make_pattern(
         "host_oom",
         # oneDNN's words when memory for a kernel or its scratch space is refused.
         r"\bcould not (?:create|execute) a (?:primitive|memory)",
@@ -553,7 +553,7 @@ FAILURE_PATTERNS = (
         r"\bfailed to register TLS destructor: out of memory\b",
         r"\bcannot allocate memory for thread-local data\b",
     ),
-    _pattern(
+    _make_pattern(
         "host_oom",
         r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
         r"^(?:numpy\.[\w.]*)?(?:_Array)?MemoryError\b",
@@ -575,9 +575,9 @@ FAILURE_PATTERNS = (
         r"\bCannot allocate memory\b",
     ),
     # After memory: a full device is told in many words, some of which are a library's own internal error.
-    _pattern("device_error", *DEVICE_ERRORS),
-    _pattern("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
-    _pattern(
+    _make_pattern("device_error", *DEVICE_ERRORS),
+    _make_pattern("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
+    _make_pattern(
         "disk",
         r"\bNo space left on device\b",
         r"\bDisk quota exceeded\b",
@@ -586,13 +586,13 @@ FAILURE_PATTERNS = (
         r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch, which closes what it could not write
         r"^tula_cli\.errors\.DiskFull\b",
     ),
-    _pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
+    _make_pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
     # Only the job's line: a step is also cancelled where one of its tasks failed.
-    _pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+    _make_pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
 )
 """The texts of failures and their classes, which `failure_kinds` describes. The first row that matches its part of a text decides."""
 
-PEER = _pattern(
+PEER = _make_pattern(
     "peer",
     r"\bgloo/transport/",
     r"\bGloo connect\w+ failed",
@@ -629,7 +629,7 @@ PEER = _pattern(
     r"\bSocket Timeout\b",
 )
 
-SIGNAL = _pattern(
+SIGNAL = _make_pattern(
     "signal",
     *ENDED_BY_SIGNAL,
     r"\bSignalException: Process \d+ got signal\b",
@@ -691,7 +691,7 @@ class _Raised:
         return bool(lost_pipe or _LAST_RESORT.match(self.message))
 
 
-def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
+def classify_failure(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
     """Return the class of a failure.
 
     Args:
@@ -702,11 +702,11 @@ def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -
     text = _RANK_PREFIX.sub("", text)
     if device == "cpu":  # every process without a GPU may get this warning
         text = _CUDA_WARNING.sub("", text)
-    outcome = _classify(text, exit_code)
+    outcome = _classify_by_exit(text, exit_code)
     return "device_oom" if outcome == "host_oom" and device == "cpu" else outcome
 
 
-def _classify(text: str, exit_code: int | None) -> OutcomeClass:
+def _classify_by_exit(text: str, exit_code: int | None) -> OutcomeClass:
     if row := _first_match(text, exit_code):
         return row[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
@@ -775,7 +775,7 @@ def _deciding_chain(text: str, exit_code: int | None = None) -> list[_Raised]:
     """
     if _is_killed(exit_code) and _TRACEBACK not in text:
         return []
-    chains = [[error for error in chain if not error.is_messenger] for chain in _chains(text)]
+    chains = [[error for error in chain if not error.is_messenger] for chain in _exception_chains(text)]
     chains = [chain for chain in chains if chain and not any(PEER.pattern.search(error.message) for error in chain)]
     causes = [chain for chain in chains if not all(error.is_last_resort for error in chain)]
     return (causes or chains or [[]])[-1]
@@ -788,7 +788,7 @@ def find_user_exception(text: str) -> str:
     return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
 
 
-def _chains(text: str) -> Iterator[list[_Raised]]:
+def _exception_chains(text: str) -> Iterator[list[_Raised]]:
     """Yield the exceptions of each traceback; those raised while another was handled together with it."""
     if _TRACEBACK not in text:
         for match in _BARE_EXCEPTION.finditer(text):
@@ -827,20 +827,20 @@ def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
     Memory and faulty devices beat everything, and peers that report a lost rank come last; among equals the earliest wins.
     A rank that was told to end (SIGTERM) says no more than one that lost its peer.
     """
-    return min(failures, key=lambda failure: (_severity(failure), failure.failed_at, failure.rank), default=None)
+    return min(failures, key=lambda failure: (_severity_of(failure), failure.failed_at, failure.rank), default=None)
 
 
 def names_cause(failures: Iterable[Failure]) -> bool:
     """Return whether one of these failures is more than the loss of a peer."""
-    return any(_severity(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
+    return any(_severity_of(failure) != FAILURE_KINDS["peer"].severity for failure in failures)
 
 
-def _severity(failure: Failure) -> int:
+def _severity_of(failure: Failure) -> int:
     told_to_end = failure.outcome == "signal" and _TERMINATED.search(failure.message)
     return FAILURE_KINDS["peer" if told_to_end else failure.outcome].severity
 
 
-def advice(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = None) -> str:
+def advise(outcome: OutcomeClass, message: str = "", *, spec: JobSpec | None = None) -> str:
     """Return one line: what the user can do about it, by what was told of it where that says more than its class.
 
     Args:

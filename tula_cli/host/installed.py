@@ -62,10 +62,12 @@ def _project_names(folder: str) -> list[str]:
 
 
 def _file_states(module: str) -> list[list[int]]:
-    return [[changed.st_mtime_ns, changed.st_size] for file in _origins(module) if (changed := _stat(file))]
+    return [
+        [changed.st_mtime_ns, changed.st_size] for file in _module_files(module) if (changed := _stat_or_none(file))
+    ]
 
 
-def _origins(module: str) -> Iterator[str]:
+def _module_files(module: str) -> Iterator[str]:
     """Yield the files of a module's packages and its own, outermost first."""
     top, *inner = module.split(".")
     spec, name = _find_spec(top), top
@@ -85,7 +87,7 @@ def _find_spec(top: str) -> ModuleSpec | None:
         return None
 
 
-def _stat(file: str) -> os.stat_result | None:
+def _stat_or_none(file: str) -> os.stat_result | None:
     try:
         return Path(file).stat()
     except OSError:

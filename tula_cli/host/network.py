@@ -72,13 +72,15 @@ def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an address; None where none has."""
     with suppress(ValueError):
         parsed = ipaddress.ip_address(address)
-        for name in interfaces():
-            if any(ipaddress.ip_address(interface_address) == parsed for interface_address in _addresses(name)):
+        for name in list_interfaces():
+            if any(
+                ipaddress.ip_address(interface_address) == parsed for interface_address in _interface_addresses(name)
+            ):
                 return name
     return None
 
 
-def interfaces() -> tuple[str, ...]:
+def list_interfaces() -> tuple[str, ...]:
     """Return the names of this node's interfaces, in the kernel's order."""
     return tuple(name for _, name in socket.if_nameindex())
 
@@ -91,13 +93,13 @@ def free_port() -> int:
 
 def _address_of(interface: str) -> str:
     location = f"on {socket.gethostname()}"
-    if interface not in interfaces():
+    if interface not in list_interfaces():
         raise JobFailed(
-            f"no network interface {interface!r} {location}", f"cluster.interface can be {', '.join(interfaces())}"
+            f"no network interface {interface!r} {location}", f"cluster.interface can be {', '.join(list_interfaces())}"
         )
-    address = next(_addresses(interface), None)
+    address = next(_interface_addresses(interface), None)
     if address is None:
-        usable = [name for name in interfaces() if any(_addresses(name))]
+        usable = [name for name in list_interfaces() if any(_interface_addresses(name))]
         raise JobFailed(
             f"network interface {interface!r} {location} has no address",
             f"cluster.interface can be {', '.join(usable)}",
@@ -124,11 +126,11 @@ def _ipv4_first(addresses: list[str]) -> list[str]:
 
 def _outside_addresses() -> Iterator[str]:
     """Yield the addresses of interfaces that lead outside, the default route's first."""
-    candidates = [name for name in interfaces() if not name.startswith(_VIRTUAL)]
+    candidates = [name for name in list_interfaces() if not name.startswith(_VIRTUAL)]
     states = psutil.net_if_stats()
     for name in dict.fromkeys([*_default_routes(), *candidates]):
         if name in states and states[name].isup and "loopback" not in states[name].flags.split(","):
-            yield from _addresses(name)
+            yield from _interface_addresses(name)
 
 
 def _default_routes() -> list[str]:
@@ -140,7 +142,7 @@ def _default_routes() -> list[str]:
     return []
 
 
-def _addresses(interface: str) -> Iterator[str]:
+def _interface_addresses(interface: str) -> Iterator[str]:
     """Yield an interface's IPv4 addresses, then its IPv6 ones that lead beyond its link."""
     entries = psutil.net_if_addrs().get(interface, [])
     yield from (entry.address for entry in entries if entry.family == socket.AF_INET)

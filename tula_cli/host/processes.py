@@ -87,7 +87,7 @@ def run_command(
     assert process.stdin and process.stdout and process.stderr
     output, errors = bytearray(), bytearray()
     pipes = [
-        _in_background(_feed, process.stdin, stdin.encode()),
+        _in_background(_feed_pipe, process.stdin, stdin.encode()),
         _in_background(_collect, process.stdout, output),
         _in_background(_collect, process.stderr, errors),
     ]
@@ -114,7 +114,7 @@ def _in_background(function: Callable[..., None], *arguments: object) -> threadi
     return thread
 
 
-def _feed(pipe: IO[bytes], data: bytes) -> None:
+def _feed_pipe(pipe: IO[bytes], data: bytes) -> None:
     with contextlib.suppress(OSError), pipe:  # it may have exited without reading
         pipe.write(data)
 
@@ -175,7 +175,7 @@ def tag_lines(rank: int) -> None:
     What libraries print past Python stays as it is.
     """
     if rank:
-        tag = words.tag(rank).encode()
+        tag = words.rank_tag(rank).encode()
         sys.stdout, sys.stderr = _tag_stream(sys.stdout, tag), _tag_stream(sys.stderr, tag)
 
 

@@ -10,7 +10,7 @@ from tula_cli.models.cost import TrainingTime, script_seconds
 from tula_cli.run.records.results import Save
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.script import Script
-from tula_cli.words import duration, plural
+from tula_cli.words import format_duration, plural
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class CheckpointSchedule:
         seconds = self.seconds if timed is None else timed
         if seconds is None:
             return f"saves {interval_text}: an interruption costs half of that on average{self._setting_text}"
-        lasts = f", {duration(seconds)}" if self.steps or self.epochs else ""
-        return f"saves {interval_text}{lasts}: an interruption costs {duration(seconds / 2)} on average{self._setting_text}"
+        lasts = f", {format_duration(seconds)}" if self.steps or self.epochs else ""
+        return f"saves {interval_text}{lasts}: an interruption costs {format_duration(seconds / 2)} on average{self._setting_text}"
 
     @property
     def _interval_text(self) -> str:
@@ -80,7 +80,7 @@ class CheckpointSchedule:
             return "each epoch" if self.epochs == 1 else f"every {plural(self.epochs, 'epoch')}"
         if self.steps is not None:
             return "each step" if self.steps == 1 else f"every {plural(self.steps, 'step')}"
-        return f"every {duration(self.seconds)}"
+        return f"every {format_duration(self.seconds)}"
 
     @property
     def _setting_text(self) -> str:

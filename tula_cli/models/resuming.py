@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tula_cli.run.records.scripts import Phase, Rehearsed, Verdict
-from tula_cli.words import duration, number, percent
+from tula_cli.words import format_duration, format_percent, number
 
 LR_TOLERANCE = 0.01
 """Share by which a learning rate may differ from the expected one, beside what its schedule does in two steps."""
@@ -84,7 +84,7 @@ def _explain_no_checkpoint(begin: Rehearsed | None) -> str:
         )
         return f"not rehearsed: at batch {begin.batch} {why}"
     if begin.saved_samples is None and begin.ended == "cut":
-        within = f"within {duration(begin.seconds)} at batch {begin.batch}"
+        within = f"within {format_duration(begin.seconds)} at batch {begin.batch}"
         return (
             f"not rehearsed: no checkpoint {within}; raise search.max_minutes, or say in script.save how to ask for one"
         )
@@ -110,7 +110,7 @@ def _judge_resumed(begin: Rehearsed, start: Rehearsed, *, lr_ratio: float | None
         message = f"{at} it cannot go on from its own checkpoint: {start.why}"
         return _Resumed(useless=True, told=(message,), faults=(message,))
     if not start.steps and start.ended == "cut":
-        return _Resumed(told=(f"not rehearsed {at}: no step within {duration(start.seconds)}",))
+        return _Resumed(told=(f"not rehearsed {at}: no step within {format_duration(start.seconds)}",))
     counted = _judge_samples(begin, start)
     lr = _judge_learning_rate(begin, start, lr_ratio) or (
         _schedule_lost(begin, start) if start.batch == begin.batch else ""
@@ -131,7 +131,7 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
     beyond = start.samples - remaining
     if beyond > tolerance:
         least = "at least " * (start.ended == "cut")
-        share = f"{least}{percent(beyond / total)} % too many"
+        share = f"{least}{format_percent(beyond / total)} % too many"
         message = f"{at} it trains {least}{saved + start.samples} samples in all where {total} were asked for: {share}"
         anew = abs(start.samples - total) <= tolerance < saved
         restart_message = (
@@ -140,7 +140,7 @@ def _judge_samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
         message_ = restart_message if anew else message
         return _Resumed(useless=anew, told=(message_,), faults=(message_,))
     if start.ended == "cut":
-        reached = f"{start.samples} of {remaining} samples in {duration(start.seconds)}"
+        reached = f"{start.samples} of {remaining} samples in {format_duration(start.seconds)}"
         message = f"{at} it takes steps, but was not seen to its end ({reached}), so where it goes on is not known: raise search.max_minutes"
         return _Resumed(told=(message,))
     if beyond < -tolerance:

@@ -80,7 +80,7 @@ def removable_files(part: Path, wish: CleanPolicy) -> Iterator[RemovableFile]:
 
 def _removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator[RemovableFile]:
     folder = training.path / "checkpoints"
-    entries = _entries(folder) if _is_folder(folder) else {}
+    entries = _list_entries(folder) if _is_folder(folder) else {}
     whole = [name for name, mode in entries.items() if CHECKPOINT.fullmatch(name) and _as_written(name, mode)]
     if whole:
         over = training.result() is not None
@@ -99,7 +99,7 @@ def _removable_of_training(training: TrainingRun, wish: CleanPolicy) -> Iterator
             yield _removable_file("damaged", folder / name)
         elif DRAFT.fullmatch(name):
             yield _removable_file("drafts", folder / name)
-    for name, mode in sorted(_entries(training.path).items()):
+    for name, mode in sorted(_list_entries(training.path).items()):
         if _LINK_DRAFT.fullmatch(name) and stat.S_ISLNK(mode):
             yield _removable_file("drafts", training.path / name)
 
@@ -166,7 +166,7 @@ def _as_written(name: str, mode: int) -> bool:
     return stat.S_ISDIR(mode) if name.endswith(".dcp") else stat.S_ISREG(mode)
 
 
-def _entries(folder: Path) -> dict[str, int]:
+def _list_entries(folder: Path) -> dict[str, int]:
     """Return the modes of what a folder holds, of links their own; nothing where there is no such folder."""
     try:
         with os.scandir(folder) as entries:
@@ -177,7 +177,7 @@ def _entries(folder: Path) -> dict[str, int]:
 
 def _list_folders(folder: Path) -> list[Path]:
     """Return the folders in a folder, by name, without links; none where that is a link itself."""
-    entries = _entries(folder) if _is_folder(folder) else {}
+    entries = _list_entries(folder) if _is_folder(folder) else {}
     return [folder / name for name, mode in sorted(entries.items()) if stat.S_ISDIR(mode)]
 
 

@@ -73,13 +73,13 @@ def repository_state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]
         return "", False, ""
     pathspecs = [f":(literal){path}" for path in _paths_in_repository(base, paths)]
     dirty = bool(_run_git(base, "status", "--porcelain", "--", *pathspecs).strip())
-    diff = _diff(base, pathspecs)
+    diff = _diff_paths(base, pathspecs)
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n[cut: {len(diff) - MAX_DIFF} more characters]\n"
     return commit, dirty, diff
 
 
-def _diff(base: Path, paths: Sequence[str]) -> str:
+def _diff_paths(base: Path, paths: Sequence[str]) -> str:
     """Return how paths differ from the commit, without files that may hold secrets: a package's folder is asked for whole."""
     options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
     changed = [name for name in _run_git(base, "diff", "--name-only", "-z", *options, *paths).split("\0") if name]

@@ -39,8 +39,8 @@ def describe_free_space(folder: Path) -> str:
         return ""
     if statistics.f_files and not statistics.f_favail:
         return f"no more files, of {statistics.f_files}, can be made on the file system of {folder}"
-    total = words.amount(statistics.f_blocks * statistics.f_frsize)
-    return f"{words.amount(free_bytes(statistics))} of {total} are free on the file system of {folder}"
+    total = words.format_bytes(statistics.f_blocks * statistics.f_frsize)
+    return f"{words.format_bytes(free_bytes(statistics))} of {total} are free on the file system of {folder}"
 
 
 def file_size(path: Path) -> int:

@@ -389,7 +389,7 @@ def _files_between(file: Path, base: Path, program: Program) -> Iterator[Path]:
 def _bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:
     """Return what is copied and what is beyond the bounds; what is nearest to the command's file comes first."""
     copied, left_out, total = [program.file], [], program.file.stat().st_size
-    for file in sorted(listed.keys() - {program.file}, key=lambda file: (_distance(program.file, file), file)):
+    for file in sorted(listed.keys() - {program.file}, key=lambda file: (_folder_distance(program.file, file), file)):
         if not listed[file] and (
             OUTPUT_FOLDERS & {folder.name for folder in _files_between(file, base, program)} or not _is_text(file)
         ):
@@ -404,7 +404,7 @@ def _bounded_files(program: Program, base: Path, listed: Mapping[Path, bool]) ->
     return copied, left_out
 
 
-def _distance(path: Path, other: Path) -> int:
+def _folder_distance(path: Path, other: Path) -> int:
     """Return the steps from one file's folder to the other's, through the tree."""
     common = os.path.commonpath([path.parent, other.parent])
     return len(path.parts) + len(other.parts) - 2 * len(Path(common).parts)

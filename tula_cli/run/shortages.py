@@ -80,11 +80,11 @@ def describe_shortage(shortage: Shortage) -> str:
     """Return the folder and what is missing there."""
     if shortage.files_free == 0:
         return f"no more files can be made on the file system of {shortage.folder}"
-    takes = "" if shortage.needed is None else f", {words.amount(shortage.needed)} are needed"
+    takes = "" if shortage.needed is None else f", {words.format_bytes(shortage.needed)} are needed"
     if shortage.quota:
         return f"the quota is used up where {shortage.folder} is{takes}"
-    missing = f", so {words.amount(shortage.missing)} are missing" if shortage.missing else ""
-    return f"{words.amount(shortage.free)} of {words.amount(shortage.total)} are free where {shortage.folder} is{takes}{missing}"
+    missing = f", so {words.format_bytes(shortage.missing)} are missing" if shortage.missing else ""
+    return f"{words.format_bytes(shortage.free)} of {words.format_bytes(shortage.total)} are free where {shortage.folder} is{takes}{missing}"
 
 
 def remaining_shortage(shortage: Shortage) -> Shortage | None:

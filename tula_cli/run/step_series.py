@@ -156,12 +156,12 @@ def join_neighbours(
 
 def format_rows(rows: Iterable[StepRow]) -> str:
     """Return the rows as lines of steps.jsonl."""
-    return "".join(json.dumps(_line(group), separators=(",", ":")) + "\n" for group in _group_alike(rows))
+    return "".join(json.dumps(_parse_line(group), separators=(",", ":")) + "\n" for group in _group_alike(rows))
 
 
 def parse_rows(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
     """Return the rows of lines of steps.jsonl; a line that is damaged is left out."""
-    return [row for line in lines for row in _rows(line)]
+    return [row for line in lines for row in _rows_of_line(line)]
 
 
 def _group_alike(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
@@ -178,7 +178,7 @@ def _group_alike(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
         yield list(group)
 
 
-def _line(rows: Sequence[StepRow]) -> dict[str, Any]:
+def _parse_line(rows: Sequence[StepRow]) -> dict[str, Any]:
     first_row = rows[0]
     line: dict[str, Any] = {
         "samples": first_row.samples,
@@ -222,7 +222,7 @@ def _read_line(line: Mapping[str, Any]) -> tuple[tuple[int, int, int, int], list
     return ((samples, batch, steps, count), values) if len(values) == len(_COLUMNS) else None
 
 
-def _rows(line: Mapping[str, Any]) -> Iterator[StepRow]:
+def _rows_of_line(line: Mapping[str, Any]) -> Iterator[StepRow]:
     """Yield the rows of a line; none of one that is damaged."""
     if (line_parts := _read_line(line)) is None:
         return

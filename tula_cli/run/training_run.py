@@ -282,7 +282,7 @@ class TrainingRun:
 
         They are read once, until the file changes; who asks changes none.
         """
-        return () if (version := self._version()) is None else _sampled(self.metrics_path, *version)
+        return () if (version := self._version()) is None else _sampled_rows(self.metrics_path, *version)
 
     def damaged_rows(self) -> list[int]:
         """Return the numbers of the lines of metrics.jsonl that are no rows, from 1.
@@ -315,7 +315,7 @@ class TrainingRun:
 
 
 @functools.lru_cache(maxsize=8)
-def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
+def _sampled_rows(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
     """Return the rows of a file as it was at a moment (`_changed_at`, ns), when it had so many bytes."""
     every = 1 + size // _SAMPLED
     number = itertools.count()

@@ -7,7 +7,7 @@ from tula_cli.cluster.inspection import Inspect, NotInspectable, inspect
 from tula_cli.cluster.schedulers import scheduler_of
 from tula_cli.cluster.slurm.billing import warn_unknown_factors
 from tula_cli.cluster.slurm.first_job import inspect_with_stored
-from tula_cli.cluster.slurm.sbatch import doubts
+from tula_cli.cluster.slurm.sbatch import describe_doubts
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, highest_limit
 from tula_cli.models.cost import describe_price, max_price
@@ -347,7 +347,7 @@ def _check_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]
 def _warnings(
     spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...], *, chosen_by_auto: bool
 ) -> tuple[str, ...]:
-    warnings = [*(inspection.warnings if inspection else ()), *doubts(spec), *warn_unknown_factors(spec)]
+    warnings = [*(inspection.warnings if inspection else ()), *describe_doubts(spec), *warn_unknown_factors(spec)]
     if spec.cluster.collective_warning:
         warnings.append(spec.cluster.collective_warning)
     if inspection and inspection.estimate_error:

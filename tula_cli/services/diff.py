@@ -22,7 +22,7 @@ from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import amount, duration, number, plural, shortened_pair
+from tula_cli.words import format_bytes, format_duration, number, plural, shortened_pair
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -205,7 +205,7 @@ def _describe_software(probes: Sequence[Measured]) -> dict[str, str | None]:
         "tula": join_distinct(environment.tula for environment in environments),
         "system": join_distinct(environment.system for environment in environments),
         "data-loader processes": join_distinct(environment.workers for environment in environments),
-        "memory for a rank": join_distinct(map(amount, reserved)),
+        "memory for a rank": join_distinct(map(format_bytes, reserved)),
         "samples of the dataset": join_distinct(probe.dataset_size for probe in probes),
         "optimizer of the script": join_distinct(environment.optimizer for environment in scripts),
         "parameters of the script": join_distinct(environment.parameters for environment in scripts),
@@ -732,7 +732,7 @@ def _describe_trainings(difference: "RunDifference") -> Iterator[str]:
             continue
         training_name = f"training {pair.before.signature}" if pair.same_signature else "the newest training"
         where = f" ({pair.part})" * bool(pair.part)
-        times = f"{duration(3600 * pair.before.hours)} -> {duration(3600 * pair.after.hours)}"
+        times = f"{format_duration(3600 * pair.before.hours)} -> {format_duration(3600 * pair.after.hours)}"
         yield f"{training_name}{where} took {number(ratio)} x as long ({times})"
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_positive
-from tula_cli.host.failures import FAILURE_KINDS, advice
+from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
 from tula_cli.run.directory import Part, RunDir
@@ -107,7 +107,7 @@ def _find_training(run: RunDir, spec: JobSpec, signature: str | None, node_type:
     signatures = list(dict.fromkeys(task.signature for *_, task in trainings))
     if not signatures:
         raise BadMeasurements(
-            f"nothing was trained for {spec.name} yet ({words.near(run.path)})", "run tula train first"
+            f"nothing was trained for {spec.name} yet ({words.relative_path(run.path)})", "run tula train first"
         )
     if signature is not None and signature not in signatures:
         raise SpecError(f"--training {signature}: there is no such training", f"there are {', '.join(signatures)}")
@@ -177,7 +177,7 @@ def run_evaluation(
     if part.type is not None:
         yield Note(f"node type {part.type}")
     if evaluation.found is not None:
-        when = words.moment(evaluation.found.evaluated_at)
+        when = words.format_moment(evaluation.found.evaluated_at)
         yield Note(f"evaluated before, {when}; --fresh evaluates again, as where the samples have changed")
         return evaluation.found
     launcher = dependencies.launcher_for(part.spec)
@@ -200,7 +200,7 @@ def run_evaluation(
 
 def _start_job(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
     """Submit the job; one under way is left alone."""
-    with submitting(run):
+    with lock_submission(run):
         if unfinished_jobs(run, launcher, [task.job]):
             return
         run.training(task.signature).drop_evaluation(task.key)
@@ -231,5 +231,5 @@ def evaluation_result(run: RunDir, task: EvaluateTask) -> Evaluated:
             f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
         )
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
-    hint = advice(last_attempt.outcome, last_attempt.message, spec=task.spec)
+    hint = advise(last_attempt.outcome, last_attempt.message, spec=task.spec)
     raise FAILURE_KINDS[last_attempt.outcome].error(f"evaluation failed{where}: {last_attempt.message}", hint)

@@ -12,7 +12,7 @@ from tula_cli.run.records.inspections import ClusterReport, Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
 from tula_cli.spec.slurm_options import Slurm, option_name
-from tula_cli.words import amount, plural
+from tula_cli.words import format_bytes, plural
 
 # --- Computation on a GPU
 
@@ -255,8 +255,8 @@ def _impossible_problems(jobs: Sequence[_Job], room: int | None) -> Iterator[str
     size, least = min(job.data.items())
     if room is not None and job.workers and least.batches > room:
         yield (
-            f"/dev/shm has {amount(room)} free, and one batch of each of {plural(job.ranks, 'rank')} takes"
-            f" {amount(least.batches)} there at local batch {size}: {HOW_TO_GET_SHARED}; train.workers: 0 takes none"
+            f"/dev/shm has {format_bytes(room)} free, and one batch of each of {plural(job.ranks, 'rank')} takes"
+            f" {format_bytes(least.batches)} there at local batch {size}: {HOW_TO_GET_SHARED}; train.workers: 0 takes none"
         )
 
 
@@ -264,19 +264,19 @@ def _shared_memory_warnings(jobs: Sequence[_Job], room: int | None) -> Iterator[
     excess = _find_excess(jobs, lambda _, data: data.shared, room)
     if excess is not None and room is not None:
         yield (
-            f"from local batch {excess.first} on the data loaders may fill /dev/shm, which has {amount(room)} free: they keep"
-            f" up to {amount(excess.most.shared)} there at local batch {excess.size} ({excess.job.description}); {HOW_TO_GET_SHARED}; {HOW_TO_NEED_LESS}"
+            f"from local batch {excess.first} on the data loaders may fill /dev/shm, which has {format_bytes(room)} free: they keep"
+            f" up to {format_bytes(excess.most.shared)} there at local batch {excess.size} ({excess.job.description}); {HOW_TO_GET_SHARED}; {HOW_TO_NEED_LESS}"
         )
 
 
 def _total_memory_warnings(jobs: Sequence[_Job], room: NodeMemory) -> Iterator[str]:
     excess = _find_excess(jobs, _Job.total, room.memory)
     if excess is not None and room.memory is not None:
-        pinned = f", {amount(excess.most.pinned)} pinned for the GPUs" if excess.most.pinned else ""
+        pinned = f", {format_bytes(excess.most.pinned)} pinned for the GPUs" if excess.most.pinned else ""
         yield (
-            f"from local batch {excess.first} on the ranks may take more than the {amount(room.memory)} that {room.source},"
-            f" beside the model: up to {amount(excess.job.total(excess.most))} at local batch {excess.size} ({excess.job.description};"
-            f" {amount(excess.most.shared)} in /dev/shm{pinned}); {HOW_TO_NEED_LESS}"
+            f"from local batch {excess.first} on the ranks may take more than the {format_bytes(room.memory)} that {room.source},"
+            f" beside the model: up to {format_bytes(excess.job.total(excess.most))} at local batch {excess.size} ({excess.job.description};"
+            f" {format_bytes(excess.most.shared)} in /dev/shm{pinned}); {HOW_TO_NEED_LESS}"
         )
 
 

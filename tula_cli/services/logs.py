@@ -130,7 +130,7 @@ def read_logs(
 
 def describe_place(run: RunDir, line: LogLine) -> str:
     """Return what to say above a line that is the first from where it is: the attempt, and how it ended."""
-    where = words.near(line.file)
+    where = words.relative_path(line.file)
     attempt = run.attempt(line.task, line.attempt) if line.task else None
     if line.failure:
         failure = find_root_failure(run.failures(line.task, line.attempt))
@@ -138,11 +138,11 @@ def describe_place(run: RunDir, line: LogLine) -> str:
         return f"rank {failure.rank} on {failure.host} failed first in attempt {line.attempt} of {line.task} ({failure.outcome})"
     if attempt is None:
         return where
-    began = f"attempt {line.attempt} of {line.task} on {attempt.hosts or attempt.host}, from {words.moment(attempt.started_at)}"
+    began = f"attempt {line.attempt} of {line.task} on {attempt.hosts or attempt.host}, from {words.format_moment(attempt.started_at)}"
     if attempt.ended_at is None:
         return f"{where}: {began}"
     end_text = attempt.outcome if not attempt.message else f"{attempt.outcome} ({words.first_line(attempt.message)})"
-    return f"{where}: {began} to {words.moment(attempt.ended_at)}: {end_text}"
+    return f"{where}: {began} to {words.format_moment(attempt.ended_at)}: {end_text}"
 
 
 @dataclass

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, submitting
+from tula_cli.cluster.launcher import Launcher, lock_submission
 from tula_cli.cluster.scheduler import SchedulerState
 from tula_cli.cluster.schedulers import scheduler_of
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import site
 from tula_cli.cluster.slurm.site import Site
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
-from tula_cli.host.failures import FAILURE_KINDS, advice
+from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import save_job
 from tula_cli.run.records.inspections import ClusterReport, NodeReport
@@ -27,7 +27,7 @@ from tula_cli.services.events import NodeCheckProgress, Work
 from tula_cli.services.job_warnings import HOW_TO_GET_SHARED
 from tula_cli.services.waiting import only_part
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import amount, plural
+from tula_cli.words import format_bytes, plural
 
 # --- Findings
 
@@ -136,7 +136,7 @@ def node_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
     for host, shared in {node.host: node.shared for node in report.nodes}.items():
         if shared is not None and shared < SMALL_SHARED:
             yield (
-                f"{host} has {amount(shared)} free in /dev/shm, through which loader processes and NCCL hand data over:"
+                f"{host} has {format_bytes(shared)} free in /dev/shm, through which loader processes and NCCL hand data over:"
                 f" {HOW_TO_GET_SHARED}; tula check tells which batches fit"
             )
     for node in report.nodes:
@@ -246,7 +246,7 @@ def _make_interruption(run: RunDir, task: CheckTask | None) -> Interruption:
     """Return what to raise on Ctrl-C: the job, if it is known to be submitted, goes on."""
     if task is None:
         return Interruption("interrupted", "the same command submits the job, or attaches to it if it is there")
-    hint = f"the same command attaches to it again; tula cancel {words.near(run.path)} ends it"
+    hint = f"the same command attaches to it again; tula cancel {words.relative_path(run.path)} ends it"
     return Interruption(f"interrupted; {task.job} goes on", hint)
 
 
@@ -311,7 +311,7 @@ def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: i
     """
     task = None
     try:
-        with submitting(run):
+        with lock_submission(run):
             task = _start_on_cluster(run, spec, launcher, nodes=nodes)
     except KeyboardInterrupt:
         raise _make_interruption(run, task) from None
@@ -463,16 +463,16 @@ def _check_failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
         ended = scheduler.end_outcome(job.scheduler_id)
         if last_attempt is None and ended is not None:
             return JobFailed(
-                f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advice(ended, spec=task.spec)
+                f"{job.id} ended before it could look: {ended.replace('_', ' ')}", advise(ended, spec=task.spec)
             )
         blind = set(range(task.nodes)) - _nodes_seen(run, task, job)
         if blind:
             return _not_shared_error(run, task, job, blind)
     if last_attempt is None or last_attempt.outcome is None:
-        return JobFailed(f"{job.id} ended before its ranks could report: {_last_log_line(run, job)}", advice("unknown"))
+        return JobFailed(f"{job.id} ended before its ranks could report: {_last_log_line(run, job)}", advise("unknown"))
     where = f" (rank {last_attempt.rank} on {last_attempt.host})" if last_attempt.rank is not None else ""
     outcome = last_attempt.outcome if last_attempt.outcome != "done" else "unknown"
-    hint = advice(outcome, last_attempt.message, spec=task.spec)
+    hint = advise(outcome, last_attempt.message, spec=task.spec)
     return FAILURE_KINDS[outcome].error(f"{job.id} failed{where}: {last_attempt.message}", hint)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.inspection import NotInspectable
-from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
-from tula_cli.host.failures import FAILURE_KINDS, advice
+from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models.cost import describe_price, max_price
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
@@ -266,7 +266,7 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
         The ids of the jobs to wait for.
     """
     jobs = plan.jobs
-    with submitting(run):
+    with lock_submission(run):
         alive = unfinished_jobs(run, launcher, jobs)
         code = take_snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
         for id_, tasks in jobs.items():
@@ -316,13 +316,13 @@ def _nothing_measured_error(report: ProfileReport, spec: JobSpec | None) -> Exce
         kind = FAILURE_KINDS[first_failure.outcome].error if alike else JobFailed
         return kind(
             f"{first_failure.id} failed: {first_failure.message}",
-            advice(first_failure.outcome, first_failure.message, spec=spec),
+            advise(first_failure.outcome, first_failure.message, spec=spec),
         )
     if report.out_of_memory:
         first_oom = report.out_of_memory[0]
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
-            advice("device_oom", spec=spec),
+            advise("device_oom", spec=spec),
         )
     return BadMeasurements("no probe has a result", "run tula profile again; tula status tells what became of the jobs")
 

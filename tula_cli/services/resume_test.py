@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli import words
-from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
 from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.code import choose_code, take_snapshot
 from tula_cli.run.directory import Part, RunDir
@@ -124,7 +124,7 @@ def run_resume_test(
     resume_settings(spec)
     code = choose_code(part.run, part.spec, Path.cwd(), keep=False)
     if not fresh and (earlier := load_finding(part.run, part.spec, code)) is not None:
-        yield Note(f"found before, {words.moment(earlier.rehearsal.over_at)}; --fresh rehearses again")
+        yield Note(f"found before, {words.format_moment(earlier.rehearsal.over_at)}; --fresh rehearses again")
         return earlier
     if over := describe_cap_exceeded(run, spec):
         raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
@@ -171,7 +171,7 @@ def submit_resume_test(part: Part, launcher: Launcher, code: Source, *, batch: i
     """
     run, spec = part.run, part.spec
     key = rehearsal_signature(spec, code.digest)
-    with submitting(run):
+    with lock_submission(run):
         earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
         going_on = unfinished_jobs(run, launcher, [task.job for task in earlier])
         if (task := next((task for task in earlier if task.job in going_on), None)) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import files, parsed_spec
 from tula_cli.spec.scripts.placeholders import program_name
-from tula_cli.words import perplexity
+from tula_cli.words import perplexity_of
 
 # --- all runs
 
@@ -96,7 +96,7 @@ def _best_result(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, f
     # An older tula wrote a top-1 of 0 where there were no classes.
     judged = [result for result in finished if {"top1", "best_top1"} & set(result.get("metrics", ()))]
     top1 = max((top1 for result in judged if (top1 := result["best_top1"]) is not None), default=None)
-    return top1, least, perplexity(least) if language and least is not None else None
+    return top1, least, perplexity_of(least) if language and least is not None else None
 
 
 def _job_names_and_folders(run: Path) -> tuple[dict[str, str], list[Path]]:

@@ -25,7 +25,7 @@ from tula_cli.errors import (
     SchedulerError,
     TulaError,
 )
-from tula_cli.host.failures import FAILURE_KINDS, advice
+from tula_cli.host.failures import FAILURE_KINDS, advise
 from tula_cli.models import halving
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import list_names
@@ -289,7 +289,7 @@ def _job_state(
     if cancelled:
         return "cancelled", f"by {cancelled}"
     if scheduler.held and attempts and attempts[-1].outcome == "disk":
-        return "held", f"{attempts[-1].message}; {advice('disk')}"
+        return "held", f"{attempts[-1].message}; {advise('disk')}"
     if scheduler.state == "pending":
         return "queued", scheduler.reason
     if scheduler.state == "running":
@@ -308,11 +308,11 @@ def _state_from_attempts(
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
             return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
         if last_attempt.outcome == "diverged":
-            return "diverged", f"{last_attempt.message}; {advice(last_attempt.outcome, spec=spec)}"
+            return "diverged", f"{last_attempt.message}; {advise(last_attempt.outcome, spec=spec)}"
         if last_attempt.outcome == "device_fault":
             return (
                 "failed",
-                f"{last_attempt.message} on {last_attempt.host}; {advice(last_attempt.outcome, last_attempt.message, spec=spec)}",
+                f"{last_attempt.message} on {last_attempt.host}; {advise(last_attempt.outcome, last_attempt.message, spec=spec)}",
             )
         message = last_attempt.message or f"ended with {progress.done} of {progress.total} probes"
         who = "SLURM" if spec.cluster.kind == "slurm" else "its scheduler"
@@ -811,7 +811,7 @@ def error_of_training(task: TrainTask, attempts: Sequence[Attempt], *, saved_sam
     if attempt.outcome is None or attempt.outcome == "done":
         return Pending(f"training {task.signature} has not ended", "tula status shows how far it is")
     where = f" (rank {attempt.rank}, {attempt.host})" if attempt.rank is not None else ""
-    hint = advice(attempt.outcome, attempt.message, spec=task.spec)
+    hint = advise(attempt.outcome, attempt.message, spec=task.spec)
     message = f"Training failed on attempt {task.attempt}{where}: {attempt.message}"
     if attempt.outcome == "cancelled":
         return JobFailed(f"Training was cancelled on attempt {task.attempt}{where}: {attempt.message}", CANCELLED)

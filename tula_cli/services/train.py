@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tula_cli.cluster.chains import nodes_of_links
 from tula_cli.cluster.full_disk import release_held_jobs
-from tula_cli.cluster.launcher import Launcher, submitting, unfinished_jobs
+from tula_cli.cluster.launcher import Launcher, lock_submission, unfinished_jobs
 from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
@@ -264,7 +264,7 @@ def submit_training(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: 
     nothing has been freed.
     """
     task = plan.task
-    with submitting(run):
+    with lock_submission(run):
         release_held_jobs(run, task)
         if unfinished_jobs(run, launcher, [task.job]):
             if run.is_cancelled(task.job):

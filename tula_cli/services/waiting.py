@@ -149,7 +149,7 @@ def _reported_failures(run: RunDir) -> set[str]:
 
 def interruption_of_jobs(run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy) -> Interruption:
     """Return what to raise on Ctrl-C where jobs of some parts of a run are submitted, or on the way."""
-    hint = f"the same command attaches to them again; tula cancel {words.near(run.path)} ends them"
+    hint = f"the same command attaches to them again; tula cancel {words.relative_path(run.path)} ends them"
     return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs go on")
 
 

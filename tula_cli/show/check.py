@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.profile import unsettled_plan
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import at_most, by_type, listed, styled, table
-from tula_cli.words import amount, duration, moment, near, number, plural, size, size_unit
+from tula_cli.show.tables import at_most, by_type, list_numbers, make_table, style_part
+from tula_cli.words import (
+    format_bytes,
+    format_duration,
+    format_moment,
+    format_size,
+    number,
+    plural,
+    relative_path,
+    size_unit,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,7 +56,7 @@ def render_checks(
 def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
     """Show the job, its search and the cost of it; or the origin of each value of the job file."""
     if origins:
-        made = table(("key", "value", "from"), left=range(3))
+        made = make_table(("key", "value", "from"), left=range(3))
         for key, origin in origins.items():
             made.add_row(key, json.dumps(origin.value), origin.source)
         yield made
@@ -77,7 +86,7 @@ def render_check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterat
 
 def describe_expectation(expectation: "Expectation", *, local: bool) -> str:
     """Return in words what the probes are expected to take."""
-    time = f"{duration(3600 * expectation.hours)} one job after the other, " if local else ""
+    time = f"{format_duration(3600 * expectation.hours)} one job after the other, " if local else ""
     return f"expected {time}{number(expectation.node_hours)} node-h {expectation.basis}"
 
 
@@ -95,9 +104,11 @@ def _format_share(value: float) -> str:
 
 
 def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
-    made = table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
+    made = make_table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
     for job in report.jobs:
-        made.add_row(str(job.nodes), str(len(job.local_batches)), listed(job.batches), listed(job.local_batches))
+        made.add_row(
+            str(job.nodes), str(len(job.local_batches)), list_numbers(job.batches), list_numbers(job.local_batches)
+        )
     yield made
     yield ""
     yield f"{plural(report.probes, 'probe')} in {plural(report.submitted, 'job')}"
@@ -118,11 +129,13 @@ def _lengths_table(planned_lengths: "Sequence[PlannedLength]") -> "Table":
         "largest\nbatch in\nmemory",
         f"memory there\n({unit}/GPU)",
     ]
-    made = table(columns, left=(1, 3))
+    made = make_table(columns, left=(1, 3))
     for length in planned_lengths:
-        memory = " ".join(size(value, byte) for value in length.memory) or "-"
+        memory = " ".join(format_size(value, byte) for value in length.memory) or "-"
         largest = "-" if length.largest_batch is None else str(length.largest_batch)
-        made.add_row(f"{length.length}{' (own)' if length.own else ''}", listed(length.batches) or "-", largest, memory)
+        made.add_row(
+            f"{length.length}{' (own)' if length.own else ''}", list_numbers(length.batches) or "-", largest, memory
+        )
     return made
 
 
@@ -134,7 +147,9 @@ def render_inspection(inspection: "Inspection") -> Iterator["RenderableType"]:
         else f", of shape {'x'.join(map(str, inspection.sample_shape))}"
     )
     classes = "" if inspection.classes is None else f", {inspection.classes} classes"
-    capacity = "memory not known" if inspection.capacity is None else f"{amount(inspection.capacity)} for each rank"
+    capacity = (
+        "memory not known" if inspection.capacity is None else f"{format_bytes(inspection.capacity)} for each rank"
+    )
     if inspection.script:
         yield f"script: {inspection.script}"
         yield f"data: at most {inspection.dataset_size} samples in a batch"
@@ -209,7 +224,7 @@ def describe_proposal(made: "FromCommand", path: Path) -> tuple[dict[str, object
 
 def describe_check_state(task: "CheckTask", state: "SchedulerState") -> str:
     """Return what a check of the cluster waits for."""
-    starts = "" if state.starts_at is None else f", expected to start at {moment(state.starts_at)}"
+    starts = "" if state.starts_at is None else f", expected to start at {format_moment(state.starts_at)}"
     reason = f" ({state.reason})" if state.reason else ""
     return f"{task.job} on {plural(task.nodes)}: {state.state}{reason}{starts}"
 
@@ -218,19 +233,19 @@ def render_cluster_check(cluster_check: "ClusterCheck") -> Iterator["RenderableT
     """A row a node for what it has and one for how it is reached, then the network."""
     report = cluster_check.report
     names = _node_names(report)
-    made = table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
+    made = make_table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
             name, str(node.ranks), _describe_gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
-            str(node.cpus), size(node.memory, 1024**3), size(node.shared, 1024**3),
+            str(node.cpus), format_size(node.memory, 1024**3), format_size(node.shared, 1024**3),
         )  # fmt: skip
     yield made
     yield ""
-    made = table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
+    made = make_table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
             name, node.interface or "-", node.address, _describe_clock(node), "read only" if node.write_error else "shared",
-            {True: "readable", False: "not there", None: "-"}[node.dataset], size(node.free_disk, 1024**3),
+            {True: "readable", False: "not there", None: "-"}[node.dataset], format_size(node.free_disk, 1024**3),
         )  # fmt: skip
     yield made
     yield ""
@@ -253,13 +268,13 @@ def _describe_clock(node: "NodeReport") -> str:
 def _describe_gpus(node: "NodeReport") -> str:
     """Return "4 x NVIDIA A100 (80.0 GiB)"."""
     names = " + ".join(f"{node.gpus.count(name)} x {name}" for name in dict.fromkeys(node.gpus))
-    return f"{names} ({amount(node.gpu_memory)})" if node.gpu_memory else "-"
+    return f"{names} ({format_bytes(node.gpu_memory)})" if node.gpu_memory else "-"
 
 
 def _render_network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
     if report.transfers:
         largest = report.transfers[-1]  # small ones may go through in a burst
-        made = table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
+        made = make_table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
         for transfer in report.transfers:
             made.add_row(number(transfer.size / 1024), number(1000 * transfer.seconds), number(transfer.speed / 1e9))
         yield made
@@ -293,7 +308,9 @@ def resume_test_data(resume_finding: "ResumeFinding") -> dict[str, Any]:
 
 def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableType"]:
     """A row a start of the script, and what follows from all of them."""
-    made = table(("start", "batch", "steps", "samples", "left\nbefore", "first\nlr", "seconds", "ended"), left=(0, 7))
+    made = make_table(
+        ("start", "batch", "steps", "samples", "left\nbefore", "first\nlr", "seconds", "ended"), left=(0, 7)
+    )
     rows = resume_finding.rehearsal.starts
     saved = next((row.saved_samples for row in reversed(rows) if row.saved_samples is not None), 0)
     for row in rows:
@@ -314,25 +331,25 @@ def render_resume_test(resume_finding: "ResumeFinding") -> Iterator["RenderableT
 
 def describe_config_drift(config_drift: "ConfigDrift", command: str) -> str:
     """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
-    name, more = near(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
+    name, more = relative_path(Path(config_drift.file.path)), len(config_drift.changes) - _MAX_CHANGES_SHOWN
     if config_drift.problem:
         return f"{name} cannot be used any more, so these are the run's own settings: {config_drift.problem}"
     changes = [
-        f"{key} {_shorten(now)} (here {_shorten(then)})"
+        f"{key} {_shorten_text(now)} (here {_shorten_text(then)})"
         for key, (then, now) in list(config_drift.changes.items())[:_MAX_CHANGES_SHOWN]
     ]
     words = ", ".join(changes) + (f" and {more} more" if more > 0 else "")
     return f"{name} says otherwise by now: {words}; {describe_file_use(config_drift, command)} takes what it says"
 
 
-def _shorten(value: Any) -> str:
+def _shorten_text(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def describe_file_use(config_drift: "ConfigDrift", command: str) -> str:
     """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
-    words = ["tula", "profile" if config_drift.elsewhere else command, near(Path(config_drift.file.path))]
+    words = ["tula", "profile" if config_drift.elsewhere else command, relative_path(Path(config_drift.file.path))]
     return shlex.join([*words, *(word for override in config_drift.file.overrides for word in ("--set", override))])
 
 
@@ -349,7 +366,7 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield _components_table(report)
     yield ""
     yield from _describe_excluded_memory(report)
-    yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
+    yield f"{format_bytes(report.fixed)} whatever the batch, and {format_bytes(report.per_sample)} a sample"
     if report.sharing:
         yield f"each of {plural(report.sharing, 'GPU')} holds its share of parameters, gradients and optimizer states"
     yield from _describe_data_memory(report)
@@ -361,7 +378,7 @@ def render_estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     largest = {None: "every batch fits", 0: "nothing fits"}.get(
         report.largest_local_batch, f"the largest local batch is {report.largest_local_batch}"
     )
-    yield f"of {amount(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
+    yield f"of {format_bytes(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
 
 
 def _components_table(report: "EstimateReport") -> "Table":
@@ -371,11 +388,11 @@ def _components_table(report: "EstimateReport") -> "Table":
     byte, unit = size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
     parts = [part for part in Components.model_fields if report.gpu or part not in ON_GPU]
     headings = [f"{part}\n({unit})" for part in (*parts, *(["needed"] if report.gpu else []))]
-    made = table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
+    made = make_table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
     for row, needed in zip(report.rows, report.needed, strict=True):
         sizes = [getattr(row.memory, part) for part in parts] + ([needed] if report.gpu else [])
         fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
-        made.add_row(str(row.local_batch), *(size(value, byte) for value in sizes), fits)
+        made.add_row(str(row.local_batch), *(format_size(value, byte) for value in sizes), fits)
     return made
 
 
@@ -383,10 +400,10 @@ def _describe_data_memory(report: "EstimateReport") -> Iterator[str]:
     """Say what data may take of the node's own memory."""
     if report.data is None:
         return
-    pinned = f" and {amount(report.data.pinned)} pinned" if report.data.pinned else ""
+    pinned = f" and {format_bytes(report.data.pinned)} pinned" if report.data.pinned else ""
     processes = "no loader process" if not report.loaders else f"{report.loaders} loader processes"
     yield (
-        f"data, in the node's own memory: up to {amount(report.data.shared)} in /dev/shm{pinned} for each rank, at local batch"
+        f"data, in the node's own memory: up to {format_bytes(report.data.shared)} in /dev/shm{pinned} for each rank, at local batch"
         f" {report.largest_row} with {processes}"
     )
 
@@ -399,7 +416,7 @@ def _describe_excluded_memory(report: "EstimateReport") -> Iterator[str]:
             f" (CUDA context, cuBLAS, cuDNN, NCCL: {'as measured' if report.probed else 'a rule of thumb until a probe has measured them'})"
         )
     elif report.inspection.process:
-        yield f"on the CPU; the process itself holds {amount(report.inspection.process)} beside that, which no limit counts"
+        yield f"on the CPU; the process itself holds {format_bytes(report.inspection.process)} beside that, which no limit counts"
         if not report.probed:
             yield (
                 "the heap and workspaces take more than the tensors: half as much more is kept free until a probe has measured"
@@ -418,4 +435,4 @@ def render_site_check(site_check: "SiteCheck") -> Iterator["RenderableType"]:
     for finding in site_check.findings:
         advice = f" ({finding.advice})" if finding.advice else ""
         line = f"{finding.verdict.ljust(_WIDEST)}  {finding.about}: {finding.message}{advice}"
-        yield styled(line, _STYLES[finding.verdict], until=len(finding.verdict))
+        yield style_part(line, _STYLES[finding.verdict], until=len(finding.verdict))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.tables import long_table
-from tula_cli.words import amount, moment, plural
+from tula_cli.words import format_bytes, format_moment, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,7 +36,7 @@ def render_spaces(run_spaces: "Sequence[RunSpace]", *, width: int) -> "Iterator[
         if run_space.compared:
             yield f"{run_space.id}: {_describe_trainings(run_space.compared)} can neither be resumed nor evaluated afterwards; results stay"
     freed, in_use = sum(run_space.size for run_space in run_spaces), sum(run_space.held for run_space in run_spaces)
-    yield f"{amount(freed)} of {amount(in_use)} in {plural(len(run_spaces), 'run')} may go; results and metrics stay"
+    yield f"{format_bytes(freed)} of {format_bytes(in_use)} in {plural(len(run_spaces), 'run')} may go; results and metrics stay"
 
 
 def _describe_trainings(signatures: Sequence[str]) -> str:
@@ -44,21 +44,21 @@ def _describe_trainings(signatures: Sequence[str]) -> str:
 
 
 def _space_rows(run_space: "RunSpace") -> list[list[str]]:
-    first = [run_space.id, moment(run_space.changed), amount(run_space.held)]
+    first = [run_space.id, format_moment(run_space.changed), format_bytes(run_space.held)]
     kinds = [kind for kind in KIND_DESCRIPTIONS if any(holding.kind == kind for holding in run_space.holdings)]
     if not kinds:
         return [[*first, "-", "-", "-"]]
     rows = []
     for kind in kinds:
         sizes = [holding.size for holding in run_space.holdings if holding.kind == kind]
-        rows.append([*first, KIND_DESCRIPTIONS[kind], str(len(sizes)), amount(sum(sizes))])
+        rows.append([*first, KIND_DESCRIPTIONS[kind], str(len(sizes)), format_bytes(sum(sizes))])
         first = ["", "", ""]
     return rows
 
 
 def describe_cleaned(done: "CleanResult") -> Iterator[str]:
     """The disk space that was freed."""
-    yield f"freed {amount(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
+    yield f"freed {format_bytes(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
     yield from (f"not all of {problem}" for problem in done.problems)
 
 

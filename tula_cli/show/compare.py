@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import comparison_plot
-from tula_cli.show.tables import table
-from tula_cli.words import duration, method_label, number, plural, time_unit
+from tula_cli.show.tables import make_table
+from tula_cli.words import format_duration, method_label, number, plural, time_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def render_compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """The grid in the order it is trained, and what it may take."""
     todo = {cell.signature for cell in plan.missing}
-    made = table(
+    made = make_table(
         ("", "method", "batch", "local\nbatch", "nodes", "seed", "epochs", "run", f"expected\n({_plan_unit(plan)[1]})"),
         left=(1, 7),
     )
@@ -70,7 +70,7 @@ def _describe_costs(plan: "ComparePlan") -> Iterator[str]:
         return
     node_hours = hours * plan.comparison.nodes
     # Memory has a price only where it was measured, so gb_hour is left to each training's own prediction.
-    yield f"{'at most' if plan.standing.undecided else 'about'} {duration(3600 * hours)} one after the other, {number(node_hours)} node-h"
+    yield f"{'at most' if plan.standing.undecided else 'about'} {format_duration(3600 * hours)} one after the other, {number(node_hours)} node-h"
     yield f"price: {plan.price}"
 
 
@@ -89,7 +89,7 @@ def render_comparison(compare_report: "CompareReport", *, width: int, color: boo
     yield f"{compare_report.finished} of {at_most}{plural(compare_report.total, 'training')} done" + (
         ""
         if compare_report.complete or compare_report.hours_left is None
-        else f", about {duration(3600 * compare_report.hours_left)} one after the other left"
+        else f", about {format_duration(3600 * compare_report.hours_left)} one after the other left"
     )
     yield (
         f"mean ± standard deviation over n seeds, {describe_moment(compare_report)}; gap: {describe_lost_rows(compare_report)} against lbt at batch"
@@ -140,7 +140,7 @@ def comparison_table(compare_report: "CompareReport", rows: "Sequence[Comparison
     """One row a method at a batch."""
     divisor, unit = time_column(compare_report)
     shown = [row for row in rows if row.cells]
-    made = table(
+    made = make_table(
         (
             "batch",
             "method",

@@ -3,17 +3,17 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import styled, table
+from tula_cli.show.tables import make_table, style_part
 from tula_cli.words import (
     configuration,
-    duration,
-    moment,
-    near,
+    format_duration,
+    format_moment,
+    format_size,
     number,
     part_words,
     plural,
+    relative_path,
     shortened_pair,
-    size,
     size_unit,
 )
 
@@ -41,7 +41,7 @@ def render_difference(run_difference: "RunDifference") -> Iterator["RenderableTy
         f"{letter}  {_describe_run(run)}" for letter, run in (("A", run_difference.before), ("B", run_difference.after))
     )
     yield ""
-    yield from (styled(line, "bold") for line in run_difference.headline)
+    yield from (style_part(line, "bold") for line in run_difference.headline)
     yield from _render_values("job", run_difference.job)
     yield from _render_files(run_difference)
     yield from _render_values("environment", run_difference.environment)
@@ -53,15 +53,15 @@ def render_difference(run_difference: "RunDifference") -> Iterator["RenderableTy
 
 def _describe_run(run_overview: "RunOverview") -> str:
     if run_overview.measured is None:
-        return f"{near(run_overview.path)}: nothing measured yet"
-    first, last = map(moment, run_overview.measured)
-    return f"{near(run_overview.path)}: measured {first}{f' to {last}' * (last != first)}"
+        return f"{relative_path(run_overview.path)}: nothing measured yet"
+    first, last = map(format_moment, run_overview.measured)
+    return f"{relative_path(run_overview.path)}: measured {first}{f' to {last}' * (last != first)}"
 
 
 def _render_values(heading: str, differences: Sequence["FieldDifference"]) -> Iterator["RenderableType"]:
     if not differences:
         return
-    made = table((heading, "A", "B"), left=range(3))
+    made = make_table((heading, "A", "B"), left=range(3))
     for difference in differences:
         where = f" ({part_words(difference.part)})" if difference.part else ""
         made.add_row(
@@ -113,7 +113,7 @@ def _render_steps(run_difference: "RunDifference") -> Iterator["RenderableType"]
         heads = ["nodes", *["GPUs a\nnode"] * several, "batch", "local\nbatch", "step A\n(ms)", "step B\n(ms)", "B / A"]
         unit = size_unit(max((row.memory.before or 0 for row in steps.rows), default=0))
         heads += ["compute\n(ms)", "sync\n(ms)", "data wait\n(ms)", f"memory\n({unit[1]})", ""]
-        made = table([*["part"] * parts, *heads], left=[*[0] * parts, len(heads) + parts - 1])
+        made = make_table([*["part"] * parts, *heads], left=[*[0] * parts, len(heads) + parts - 1])
         for row in steps.rows:
             made.add_row(*_step_row(row, parts=parts, several=several, divisor=unit[0]))
         yield ""
@@ -147,7 +147,7 @@ def _format_ms(value: float | None) -> str:
 def _format_pair(each: "ValuePair", divisor: float) -> str:
     if each.before is None and each.after is None:
         return "-"
-    return f"{size(each.before, divisor)} -> {size(each.after, divisor)}"
+    return f"{format_size(each.before, divisor)} -> {format_size(each.after, divisor)}"
 
 
 def _step_remark(row: "StepDifference") -> str:
@@ -175,16 +175,14 @@ def _describe_choice(choice: "RecommendedConfiguration | None") -> str:
         return "nothing yet"
     kind = f" of type {choice.type}" * bool(choice.type) + " on spot" * (choice.market == "spot")
     place = configuration(choice.nodes, choice.batch, choice.local_batch)
-    return (
-        f"{choice.objective}: {place}{kind}: {duration(3600 * choice.hours)}, {number(choice.cost)} {choice.currency}"
-    )
+    return f"{choice.objective}: {place}{kind}: {format_duration(3600 * choice.hours)}, {number(choice.cost)} {choice.currency}"
 
 
 def _render_trainings(pairs: Sequence["TrainingPair"]) -> Iterator["RenderableType"]:
     if not pairs:
         return
     heads = ("training", "", "nodes", "batch", "step (ms)", "time", "cost", "attempts", "best", "ended")
-    made = table(heads, left=(0, 1, 8, 9))
+    made = make_table(heads, left=(0, 1, 8, 9))
     for pair in pairs:
         for letter, training in (("A", pair.before), ("B", pair.after)):
             made.add_row(*(_training_row(letter, pair.part, training) if training else ("-", letter, *["-"] * 8)))
@@ -206,6 +204,6 @@ def _training_row(letter: str, part: str, training_overview: "TrainingOverview")
     why = f": {'; '.join(training_overview.causes)}" if training_overview.causes else ""
     return (
         f"{training_overview.signature}{f' ({part_words(part)})' * bool(part)}", letter, *(("-" if n is None else str(n)) for n in (training_overview.nodes, training_overview.batch)), _format_ms(training_overview.step_time),
-        "-" if training_overview.hours is None else duration(3600 * training_overview.hours), "-" if training_overview.cost is None else f"{number(training_overview.cost)} {training_overview.currency}", str(training_overview.attempts), best + epoch,
+        "-" if training_overview.hours is None else format_duration(3600 * training_overview.hours), "-" if training_overview.cost is None else f"{number(training_overview.cost)} {training_overview.currency}", str(training_overview.attempts), best + epoch,
         ("yes" if training_overview.ended else "not yet") + why,
     )  # fmt: skip

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tula_cli.show.screen import Screen
-from tula_cli.show.status import jobs, story_of, training
+from tula_cli.show.status import describe_training, jobs_table, story_of
 from tula_cli.show.tables import fit
-from tula_cli.words import configuration, duration, first_line, number, plural
+from tula_cli.words import configuration, first_line, format_duration, number, plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,7 +64,7 @@ class ChangesLive(Live):
             finished = ", finished" if train.finished else ""
             branch = "" if train.tuning is None else f" {train.tuning.rung} {train.tuning.number} {train.tuning.chosen}"
             state = f"{train.signature} {train.batch} {int(train.epoch)}{branch}{finished}"
-            self._say("training", state, training(train))
+            self._say("training", state, describe_training(train))
 
     def compared(self, now: "Progress") -> None:
         super().compared(now)
@@ -94,7 +94,7 @@ def _log_tail(job: "JobStatus") -> str:
     if job.now is not None:
         parts.append(f"next: {configuration(job.now.nodes, job.now.batch, job.now.local_batch)}")
     if job.left is not None:
-        parts.append(f"about {duration(job.left)} and {number(job.node_hours_left)} node-h left")
+        parts.append(f"about {format_duration(job.left)} and {number(job.node_hours_left)} node-h left")
     return ", ".join(parts)
 
 
@@ -122,16 +122,16 @@ class DrawnLive(Live):
         super().update(now)
         parts: list[RenderableType] = []
         if now.jobs:
-            parts.append(drawn := jobs(now.jobs))
+            parts.append(drawn := jobs_table(now.jobs))
             fit(drawn, self._live.console)
-        parts += [training(now.training)] if now.training is not None else []
+        parts += [describe_training(now.training)] if now.training is not None else []
         self._live.update(Group(*parts), refresh=True)
 
     def compared(self, now: "Progress") -> None:
         from rich.console import Group
 
         super().compared(now)
-        parts = [describe_comparison(now), *([training(now.training)] if now.training is not None else [])]
+        parts = [describe_comparison(now), *([describe_training(now.training)] if now.training is not None else [])]
         self._live.update(Group(*parts), refresh=True)
 
 
@@ -146,5 +146,9 @@ def describe_comparison(now: "Progress") -> str:
     parts += [f"now: {now.cell.description}"] if now.cell is not None else []
     parts += [now.waits] if now.waits else []
     parts += [f"{now.running} running"] if now.cell is None and now.running else []
-    parts += [f"about {duration(now.left)} left"] if now.left is not None and now.done + now.failed < now.total else []
+    parts += (
+        [f"about {format_duration(now.left)} left"]
+        if now.left is not None and now.done + now.failed < now.total
+        else []
+    )
     return ", ".join(parts)

@@ -70,13 +70,13 @@ def draw_curves(
             for row, text in enumerate(grid.lines(color=color))
         ),
         f"{'':{margin}}└{''.join('┬' if column in columns else '─' for column in range(inner))}┘",
-        f"{'':{margin}} {_below(columns, inner)}",
+        f"{'':{margin}} {_place_labels(columns, inner)}",
         f"{'':{margin}} {label:^{inner}}",
     ]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _below(columns: Mapping[int, str], width: int) -> str:
+def _place_labels(columns: Mapping[int, str], width: int) -> str:
     """Return the words of ticks, each about the middle of its column and inside the frame."""
     line = [" "] * width
     for column, text in columns.items():
@@ -111,7 +111,7 @@ class _Grid:
         """Draw a curve over what is there."""
         places = [(self.row(y), self.column(x)) for x, y in curve.points]
         for start, end in pairwise(places):
-            for place in _between(start, end):
+            for place in _line_cells(start, end):
                 self.cells[place] = ("·", curve.shade)
         for place in places:
             self.cells[place] = (curve.marker, curve.shade)
@@ -122,7 +122,7 @@ class _Grid:
             yield "".join(f"\x1b[{SHADES[shade]}m{char}\x1b[0m" if color and shade else char for char, shade in cells)
 
 
-def _between(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
+def _line_cells(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Yield the places of a straight line."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     for step in range(steps + 1):
@@ -168,7 +168,7 @@ def render_plots(recommendation: "Recommendation", *, width: int, color: bool) -
             least[at] = min(least.get(at, math.inf), per * value(row))
         choice = recommendation.choice.batch, per * value(recommendation.choice)
         yield _draw_plot(title, least, choice=choice, width=width, color=color)
-    legend = [f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, curves), names, strict=True)]
+    legend = [f"{marker} {name}" for marker, name in zip(_cycle_choices(MARKERS, curves), names, strict=True)]
     yield "   ".join([*([f"{MARKERS[0]} the best of each batch"] if best else legend), "O chosen"])
 
 
@@ -180,7 +180,7 @@ def _cost_of(row: "Prediction") -> float:
     return row.cost
 
 
-def _cycle(choices: Sequence[str], items: Sequence[Any]) -> list[str]:
+def _cycle_choices(choices: Sequence[str], items: Sequence[Any]) -> list[str]:
     return [choices[index % len(choices)] for index in range(len(items))]
 
 
@@ -196,7 +196,9 @@ def _draw_plot(
     kinds, batches = sorted({key[:2] for key in values}), sorted({key[2] for key in values})
     curves = [
         Curve(sorted((math.log2(key[2]), value) for key, value in values.items() if key[:2] == kind), marker, shade)
-        for kind, marker, shade in zip(kinds, _cycle(MARKERS, kinds), _cycle(COLORS, kinds), strict=True)
+        for kind, marker, shade in zip(
+            kinds, _cycle_choices(MARKERS, kinds), _cycle_choices(COLORS, kinds), strict=True
+        )
     ]
     curves.append(Curve([(math.log2(choice[0]), choice[1])], "O"))
     return _curves_over_batches(title, curves, batches, width=width, height=15, color=color)
@@ -225,9 +227,11 @@ def comparison_plot(compare_report: "CompareReport", *, width: int, color: bool)
     names = list(values)
     curves = [
         Curve(values[name], marker, shade)
-        for name, marker, shade in zip(names, _cycle(MARKERS, names), _cycle(COLORS, names), strict=True)
+        for name, marker, shade in zip(
+            names, _cycle_choices(MARKERS, names), _cycle_choices(COLORS, names), strict=True
+        )
     ]
     title = "top-1 (%)" if compare_report.metric == "top1" and not compare_report.of_script else compare_report.metric
     drawn = _curves_over_batches(title, curves, batches, width=width, height=18, color=color)
-    legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, names), names, strict=True))
+    legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle_choices(MARKERS, names), names, strict=True))
     return f"{drawn}\n{legend}"

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import at_most, by_type, listed, table
-from tula_cli.words import first_line, number, plural, size, size_unit
+from tula_cli.show.tables import at_most, by_type, list_numbers, make_table
+from tula_cli.words import first_line, format_size, number, plural, size_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,7 +25,7 @@ def all_types(plans: "Sequence[ProfilePlan | UpperBoundPlan]") -> Iterator["Rend
         yield f"all together: {at_most(None, hours, price, plans[0].currency)}"
 
 
-def plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
+def render_plans(plans_by_type: "Mapping[str | None, ProfilePlan | UpperBoundPlan]") -> Iterator["RenderableType"]:
     """Show the plan for each node type and its upper bound."""
     yield from by_type(plans_by_type, plan)
     yield from all_types(list(plans_by_type.values()))
@@ -53,7 +53,7 @@ def unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
         yield plan.why
         yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and settles the probes"
     more = " in the first round" if plan.adaptive else ""
-    yield f"then probes on {listed(plan.nodes)} nodes, at most {number(plan.probe_node_hours)} node-h{more}"
+    yield f"then probes on {list_numbers(plan.nodes)} nodes, at most {number(plan.probe_node_hours)} node-h{more}"
     cap = "" if plan.cap is None else "; what would go beyond search.max_node_hours is not started"
     yield f"{at_most(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
     yield f"price: {plan.price}"
@@ -62,26 +62,26 @@ def unsettled_plan(plan: "UpperBoundPlan") -> Iterator["RenderableType"]:
 def _settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if not plan.missing:
         yield f"all {plural(plan.total, 'probe')} have a result already"
-        yield from _certainty(plan.certainty)
+        yield from _render_certainty(plan.certainty)
         return
-    made = table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
+    made = make_table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
     for task in plan.tasks:
         world = task.nodes * task.spec.cluster.gpus_per_node
-        batches = listed(local * world for local in task.local_batches)
-        made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, listed(task.local_batches))
+        batches = list_numbers(local * world for local in task.local_batches)
+        made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, list_numbers(task.local_batches))
     yield made
     yield ""
     done = f", {plan.done} of {plan.total} done already" if plan.done else ""
     yield f"{plural(plan.missing, 'probe')} in {plural(len({task.job for task in plan.tasks}), 'job')}{done}"
     yield from plan.reasons
-    yield from _certainty(plan.certainty)
+    yield from _render_certainty(plan.certainty)
     if plan.reasons:
         yield "one round of several: what follows depends on its results and stays within search.max_node_hours"
     yield at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
 
 
-def _certainty(words: str) -> Iterator[str]:
+def _render_certainty(words: str) -> Iterator[str]:
     if words:
         yield words
 
@@ -89,7 +89,7 @@ def _certainty(words: str) -> Iterator[str]:
 def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
     """One row a probe."""
     byte, memory = size_unit(max((row.memory.peak for row in report.measured), default=None))
-    made = table(
+    made = make_table(
         ("nodes", "batch", "local\nbatch", "step\n(ms)", "sync\n(ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
         left=(8,),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
     yield from (f"note: {note}" for note in report.notes)
     if report.missing:
         yield f"missing: {', '.join(report.missing)}; run tula profile again"
-    yield from _certainty(report.certainty)
+    yield from _render_certainty(report.certainty)
     yield ""
     yield "next: tula recommend"
 
@@ -113,9 +113,13 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
             from tula_cli.models.time.noise import trimmed_mean
 
             step = trimmed_mean(row.step_times)  # what the fit takes
-            times = (_ms(step), _ms(row.sync_time), _ms(row.data_wait))
+            times = (
+                _format_milliseconds(step),
+                _format_milliseconds(row.sync_time),
+                _format_milliseconds(row.data_wait),
+            )
             outcome = "oversubscribed" if row.oversubscribed else "measured"
-            return (*where, *times, number(row.batch / step), size(row.memory.peak, byte), outcome)
+            return (*where, *times, number(row.batch / step), format_size(row.memory.peak, byte), outcome)
         case "out_of_memory":
             outcome = "out of memory (assumed)" if row.assumed else "out of memory"
             return (*where, "-", "-", "-", "-", "-", outcome)
@@ -123,5 +127,5 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
             return (*where, "-", "-", "-", "-", "-", "failed")
 
 
-def _ms(seconds: float | None) -> str:
+def _format_milliseconds(seconds: float | None) -> str:
     return number(None if seconds is None else 1000 * seconds)

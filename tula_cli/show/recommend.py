@@ -4,16 +4,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import configuration_key, offer_key, render_plots
-from tula_cli.show.tables import learnt, place_of, table
+from tula_cli.show.tables import describe_learnt, make_table, place_of
 from tula_cli.words import (
-    duration,
+    format_duration,
+    format_moment,
+    format_percent,
+    format_size,
     interval_of_hours,
     is_too_wide,
-    moment,
     number,
-    percent,
     plural,
-    size,
     size_unit,
     time_unit,
 )
@@ -33,7 +33,7 @@ MOST = 1000
 MORE = "--all shows the others, and has results.csv hold them"
 
 
-def recommendation(
+def render_recommendation(
     recommendation: "Recommendation",
     *,
     width: int,
@@ -52,33 +52,35 @@ def recommendation(
 
     choice = recommendation.choice
     energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
-    costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {recommendation.currency}{energy}"
+    costs = f"{format_duration(3600 * choice.hours)}, {number(choice.cost)} {recommendation.currency}{energy}"
     yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
     yield from _start(recommendation)
-    yield from _continuation(recommendation)
+    yield from _describe_continuation(recommendation)
     yield from _other_market(recommendation)
-    yield from _progress(recommendation)
-    yield from _refreshes(recommendation)
+    yield from _describe_same_progress(recommendation)
+    yield from _describe_refreshes(recommendation)
     yield recommendation.reason
     yield ""
-    yield from _explained(front(recommendation) if pareto else predictions(recommendation, every=every))
+    yield from _render_with_signs(
+        front_table(recommendation) if pareto else predictions_table(recommendation, every=every)
+    )
     yield from () if every else _left_out(recommendation, more, pareto=pareto)
     yield ""
     if recommendation.objective == "accuracy-time":
-        yield from _explained(same_progress(recommendation))
+        yield from _render_with_signs(same_progress(recommendation))
         yield ""
     if recommendation.lengths:
-        yield lengths(recommendation)
+        yield lengths_table(recommendation)
         yield from (f"length {length.length}: {length.note}" for length in recommendation.lengths if length.note)
         yield from [f"lengths: {recommendation.growth}"] if recommendation.growth else ()
         yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if recommendation.runners_up else [])]
-    better = _better(recommendation.rows)
+    better = _describe_better(recommendation.rows)
     if pareto and not recommendation.choice.pareto:
         marks = [f"the choice ({recommendation.objective}) is not among them: something is {better}", *marks[1:]]
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
     yield from _rests_on(recommendation)
-    yield from _fallback(recommendation)
+    yield from _describe_fallback(recommendation)
     for plot in () if pareto else render_plots(drawn or recommendation, width=width, color=color):
         yield ""
         yield Text.from_ansi(plot)
@@ -99,13 +101,13 @@ def _rests_on(recommendation: "Recommendation") -> Iterator[str]:
 EXPLAIN = "how the fit was made: --explain"
 
 
-def explanation(
+def render_explanation(
     recommendation: "Recommendation", regressions: Mapping[str, Sequence["RegressionSummary"]]
 ) -> Iterator[str]:
     """The fit in words, which trainings count in it, and the regressions behind it by type of node."""
     yield ""
     yield from (f"fit: {line}" for line in recommendation.fit.splitlines())
-    yield from learnt(recommendation)
+    yield from describe_learnt(recommendation)
     yield from (f"energy: {line}" for line in recommendation.power.splitlines())
     for kind, summaries in regressions.items():
         for each in summaries:
@@ -114,17 +116,17 @@ def explanation(
             yield from each.summary.splitlines()
 
 
-def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:
+def render_validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:
     """How well each strategy would have foreseen the probes that it does not take; nothing where none was judged."""
     for kind, rows in judged.items():
-        made = table(
+        made = make_table(
             ["strategy", "probes", "unseen", "median\nerror (%)", "p90\nerror (%)", "inside 90 %\ninterval (%)"],
             left=(0,),
         )
         for row in rows:
             made.add_row(
                 row.strategy, str(row.probes), f"{row.unseen}{' (each left out once)' * row.left_out_once}",
-                number(100 * row.median), number(100 * row.p90), percent(row.held),
+                number(100 * row.median), number(100 * row.p90), format_percent(row.held),
             )  # fmt: skip
         yield ""
         yield f"{f'{kind}: ' * bool(kind)}foreseen of this run's own probes and trainings by a fit to the probes that each strategy takes"
@@ -141,43 +143,41 @@ def _start(recommendation: "Recommendation") -> Iterator[str]:
         yield f"start: the scheduler gives no estimate ({job}: {estimate.reason})"
         return
     yield (
-        f"start: in {duration(estimate.wait)} by the scheduler's own estimate of {moment(estimate.asked_at)} ({job}); jobs of"
+        f"start: in {format_duration(estimate.wait)} by the scheduler's own estimate of {format_moment(estimate.asked_at)} ({job}); jobs of"
         " higher priority may come first"
     )
 
 
-def _continuation(recommendation: "Recommendation") -> Iterator[str]:
+def _describe_continuation(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the rest of the training under way takes there, and as it goes."""
     rest = recommendation.continuation
     if rest is None:
         return
-    stands = f"training {rest.signature} at {rest.samples} samples, {percent(rest.left)} % left"
+    stands = f"training {rest.signature} at {rest.samples} samples, {format_percent(rest.left)} % left"
     here = "its configuration is no candidate"
     if rest.hours_as_it_is is not None and rest.cost_as_it_is is not None:
-        takes = (
-            f"{duration(3600 * rest.hours_as_it_is)}, {number(rest.cost_as_it_is)} {recommendation.currency} to the end"
-        )
+        takes = f"{format_duration(3600 * rest.hours_as_it_is)}, {number(rest.cost_as_it_is)} {recommendation.currency} to the end"
         here = f"on {plural(rest.nodes)}, batch {rest.batch}, {takes}"
     if not rest.moves:
         yield f"{stands}: {here}; that is the choice, so it goes on as it is"
         return
-    there = f"{duration(3600 * rest.hours)}, {number(rest.cost)} {recommendation.currency} with a new start"
+    there = f"{format_duration(3600 * rest.hours)}, {number(rest.cost)} {recommendation.currency} with a new start"
     gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
     yield f"{stands}: {here}; as chosen {there}{gain}" + ", better in neither: let it go on as it is" * rest.is_worse
 
 
-def _fallback(recommendation: "Recommendation") -> Iterator[str]:
+def _describe_fallback(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the choice would be trained with after an out-of-memory, and what that takes."""
     fallback, choice = recommendation.fallback, recommendation.choice
     if fallback is None:
         return
     more = 100 * (fallback.step_time / choice.step_time - 1)
-    takes = f"a step {number(1000 * fallback.step_time)} ms ({more:+.0f} %), {duration(3600 * fallback.hours)} in all"
+    takes = f"a step {number(1000 * fallback.step_time)} ms ({more:+.0f} %), {format_duration(3600 * fallback.hours)} in all"
     what = f"batch {fallback.batch} as micro-batch {fallback.micro_batch} x {fallback.micro_batches}"
     yield f"after an out-of-memory: {what}, {takes}; {fallback.basis}"
 
 
-def _better(rows: Iterable["Prediction"]) -> str:
+def _describe_better(rows: Iterable["Prediction"]) -> str:
     """Say what beats a configuration, as the front of these rows has it."""
     if all(row.kwh is not None for row in rows):
         return "as fast, as cheap and as low in energy, and better in one of them"
@@ -192,21 +192,21 @@ def only_shown(recommendation: "Recommendation", known: "Recommendation | None")
         )
     if known is None:
         return "only shown, as --set assumes something; --save makes it what tula train takes"
-    kept = f"{place_of(known.choice)} ({known.criteria}; {moment(known.created_at)})"
+    kept = f"{place_of(known.choice)} ({known.criteria}; {format_moment(known.created_at)})"
     return f"only shown: tula train takes {kept}; --save makes it this one"
 
 
-def _progress(recommendation: "Recommendation") -> Iterator[str]:
+def _describe_same_progress(recommendation: "Recommendation") -> Iterator[str]:
     """Say what the choice takes to the same progress, apart from what it takes for the epochs of the spec."""
     row = recommendation.choice.same_progress
     if row is not None:
         yield (
-            f"to the same progress: {number(row.epochs)} epochs, {duration(3600 * row.hours)}"
+            f"to the same progress: {number(row.epochs)} epochs, {format_duration(3600 * row.hours)}"
             f"{interval_of_hours(row.hours_low, row.hours_high)}, {number(row.cost)} {recommendation.currency}"
         )
 
 
-def _refreshes(recommendation: "Recommendation") -> Iterator[str]:
+def _describe_refreshes(recommendation: "Recommendation") -> Iterator[str]:
     """Say what refreshing the scaling factors takes of the choice's time, where it is worth a word."""
     share = recommendation.choice.refresh_share
     if share is not None and share > 0.01:
@@ -222,7 +222,7 @@ def same_progress(recommendation: "Recommendation") -> "Table":
     divisor, unit = time_unit(3600 * max(row.hours for row in recommendation.rows))
     columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
                f"cost\n({recommendation.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
-    made = table(columns)
+    made = make_table(columns)
     for row, progress in rows:
         assert progress is not None
         chosen = row == recommendation.choice
@@ -231,9 +231,9 @@ def same_progress(recommendation: "Recommendation") -> "Table":
             str(row.batch),
             str(row.nodes),
             number(progress.epochs),
-            _range(progress.epochs_low, progress.epochs_high),
-            _signs(caveats.caveats_of(row), "progress_within_noise") + number(3600 * progress.hours / divisor),
-            _range(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
+            _format_interval(progress.epochs_low, progress.epochs_high),
+            _caveat_signs(caveats.caveats_of(row), "progress_within_noise") + number(3600 * progress.hours / divisor),
+            _format_interval(3600 * progress.hours_low / divisor, 3600 * progress.hours_high / divisor),
             number(progress.cost),
             number(3600 * row.hours / divisor),
             style="bold green" if chosen else None,
@@ -245,14 +245,14 @@ SIGNS = {"wide_interval": "?", "within_noise": "~", "efficiency_above_110": "!"}
 """The sign before a figure with a caveat, by the keys of `CAVEATS`."""
 
 
-def _signs(caveats: Sequence[str], *names: str) -> str:
+def _caveat_signs(caveats: Sequence[str], *names: str) -> str:
     """Return the signs of those of some caveats that a figure has."""
     from tula_cli.run.records.recommendations import caveat_kind
 
     return "".join(SIGNS[caveat_kind(name)] for name in names if name in caveats)
 
 
-def _explained(made: "Table") -> "Iterator[RenderableType]":
+def _render_with_signs(made: "Table") -> "Iterator[RenderableType]":
     """Yield a table, and a line that explains the signs before its figures, if it has any."""
     from tula_cli.run.records.recommendations import CAVEATS
 
@@ -275,7 +275,7 @@ def _other_market(recommendation: "Recommendation") -> Iterator[str]:
     compared = f"{_by(cost, 'dearer', 'cheaper')}, {_by(hours, 'longer', 'shorter')}"
     expected = " expected" * (there.market == "spot")
     yield (
-        f"the same {MARKETS[there.market]}: {duration(3600 * there.hours)}{expected}, {number(there.cost)}"
+        f"the same {MARKETS[there.market]}: {format_duration(3600 * there.hours)}{expected}, {number(there.cost)}"
         f" {recommendation.currency} ({compared})"
     )
 
@@ -284,14 +284,14 @@ def _by(change: float, more: str, less: str) -> str:
     return f"{number(100 * abs(change), 2)} % {more if change > 0 else less}" if abs(change) >= 0.0005 else f"no {more}"
 
 
-def _shown(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:
+def _select_rows(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:
     """Return what is worth a row: all where they are few, else the choice, runners-up, what nothing beats, what was measured."""
     from tula_cli.services.recommendation.listed import MAX_ROWS_LISTED  # and numpy, which no look has time for
 
     configs = _by_config(recommendation.rows)
     if len(configs) <= MAX_ROWS_LISTED and _of(recommendation) <= MAX_ROWS_LISTED:
         return configs
-    marks = _marks(recommendation)
+    marks = _row_marks(recommendation)
 
     def rank(offers: Mapping[str, "Prediction"]) -> int:
         row = next(iter(offers.values()))
@@ -305,7 +305,7 @@ def _shown(recommendation: "Recommendation") -> list[dict[str, "Prediction"]]:
 
 def _left_out(recommendation: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
     of_front = sum(row.pareto for row in recommendation.rows), recommendation.beaten_by_none or 0
-    shown, of = of_front if pareto else (len(_shown(recommendation)), _of(recommendation))
+    shown, of = of_front if pareto else (len(_select_rows(recommendation)), _of(recommendation))
     what = "that nothing beats" if pareto else "configurations"
     yield from [f"{shown} of {of} {what}; {more}"] if shown < of else ()
 
@@ -320,11 +320,11 @@ def _of(recommendation: "Recommendation") -> int:
     return len(_by_config(recommendation.rows)) if recommendation.candidates is None else recommendation.candidates
 
 
-def predictions(recommendation: "Recommendation", *, every: bool = False) -> "Table":
+def predictions_table(recommendation: "Recommendation", *, every: bool = False) -> "Table":
     """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
     divisor, unit = time_unit(3600 * max(row.hours for row in recommendation.rows))
     byte, memory = size_unit(max((row.peak_memory or 0 for row in recommendation.rows), default=None))
-    marks, caveats = _marks(recommendation), recommendation.caveats
+    marks, caveats = _row_marks(recommendation), recommendation.caveats
     typed = any(row.type for row in recommendation.rows)
     on_spot = any(row.market == "spot" for row in recommendation.rows)
     kinds, energy = ["type"] if typed else [], _energy_heading(recommendation.rows)
@@ -332,8 +332,8 @@ def predictions(recommendation: "Recommendation", *, every: bool = False) -> "Ta
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
                f"cost\n({recommendation.currency})", *energy, *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
     words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
-    made = table(columns, left=words)
-    for offers in _by_config(recommendation.rows) if every else _shown(recommendation):
+    made = make_table(columns, left=words)
+    for offers in _by_config(recommendation.rows) if every else _select_rows(recommendation):
         row = next(iter(offers.values()))
         mark = marks.get(configuration_key(row), "")
         made.add_row(
@@ -343,17 +343,17 @@ def predictions(recommendation: "Recommendation", *, every: bool = False) -> "Ta
             str(row.batch),
             str(row.local_batch),
             *_time_and_cost(offers.get("on_demand"), divisor, caveats),
-            *([_kwh(offers.get("on_demand"), caveats)] if energy else []),
+            *([_format_kwh(offers.get("on_demand"), caveats)] if energy else []),
             *(_spot_cells(offers, divisor, caveats) if on_spot else []),
-            size(row.peak_memory, byte),
-            percent(row.headroom),
-            _basis(row),
+            format_size(row.peak_memory, byte),
+            format_percent(row.headroom),
+            _describe_basis(row),
             style="bold green" if mark == "*" else None,
         )
     return made
 
 
-def lengths(recommendation: "Recommendation") -> "Table":
+def lengths_table(recommendation: "Recommendation") -> "Table":
     """One row a length of text: the largest batch that memory holds, and the batch of most tokens a second."""
     fastest = [row for length in recommendation.lengths if (row := length.fastest) is not None]
     divisor, unit = time_unit(3600 * max((row.hours for row in fastest), default=0.0))
@@ -363,14 +363,14 @@ def lengths(recommendation: "Recommendation") -> "Table":
     columns = [f"length\non {nodes}", "largest\nbatch in\nmemory", "most\ntokens/s", *(["padding\n(%)"] if padded else []),
                "at\nbatch", "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)", f"time\n({unit})", f"cost\n({recommendation.currency})",
                "basis"]  # fmt: skip
-    made = table(columns, left=(len(columns) - 1,))
+    made = make_table(columns, left=(len(columns) - 1,))
     for length in recommendation.lengths:
         row = length.fastest
         cells = ["-"] * 6 + ["nothing measured"]
         if row is not None:
             cells = [
-                str(row.batch), number(1000 * row.step_time), size(row.peak_memory, byte), percent(row.headroom),
-                number(3600 * row.hours / divisor), number(row.cost), _basis(row),
+                str(row.batch), number(1000 * row.step_time), format_size(row.peak_memory, byte), format_percent(row.headroom),
+                number(3600 * row.hours / divisor), number(row.cost), _describe_basis(row),
             ]  # fmt: skip
         rate = "-" if row is None else number(length.tokens_per_second(row))
         largest = "-" if length.largest_batch is None else str(length.largest_batch)
@@ -378,13 +378,13 @@ def lengths(recommendation: "Recommendation") -> "Table":
             f"{length.length}{' (own)' if length.own else ''}",
             largest,
             rate,
-            *([percent(length.padding)] if padded else []),
+            *([format_percent(length.padding)] if padded else []),
             *cells,
         )
     return made
 
 
-def front(recommendation: "Recommendation") -> "Table":
+def front_table(recommendation: "Recommendation") -> "Table":
     """One row a configuration that nothing else beats in time, cost and, where it is known, energy; fastest first."""
     rows = [row for row in recommendation.rows if row.pareto]
     divisor, unit = time_unit(3600 * max(row.hours for row in rows))
@@ -394,7 +394,7 @@ def front(recommendation: "Recommendation") -> "Table":
     energy = _energy_heading(recommendation.rows)
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
                f"cost\n({recommendation.currency})", *energy, "basis"]  # fmt: skip
-    made = table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
+    made = make_table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
     caveats = recommendation.caveats
     runners_up = {offer_key(row): str(rank) for rank, row in enumerate(recommendation.runners_up, 2)}
     marks = {offer_key(recommendation.choice): "*", **runners_up}
@@ -408,20 +408,20 @@ def front(recommendation: "Recommendation") -> "Table":
             str(row.batch),
             str(row.local_batch),
             *_time_and_cost(row, divisor, caveats),
-            *([_kwh(row, caveats)] if energy else []),
-            _basis(row),
+            *([_format_kwh(row, caveats)] if energy else []),
+            _describe_basis(row),
             style="bold green" if mark == "*" else None,
         )
     return made
 
 
-def _basis(row: "Prediction") -> str:
+def _describe_basis(row: "Prediction") -> str:
     if row.trained:
         return "training"
     return "measured" if row.measured else "extrapolated" if row.further else "predicted"
 
 
-def _marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:
+def _row_marks(recommendation: "Recommendation") -> dict[tuple[str, int, int], str]:
     runners_up = {
         configuration_key(row): str(rank) for rank, row in reversed([*enumerate(recommendation.runners_up, 2)])
     }
@@ -441,15 +441,15 @@ def _energy_heading(rows: Iterable["Prediction"]) -> list[str]:
     return ["energy\n(kWh)"] if any(row.kwh is not None for row in rows) else []
 
 
-def _range(low: float | None, high: float | None) -> str:
+def _format_interval(low: float | None, high: float | None) -> str:
     """Return the cell of an interval; with a sign where it is too wide to decide by."""
     if low is None or high is None:
         return "-"
     return f"{SIGNS['wide_interval'] * is_too_wide(low, high)}{number(low)} .. {number(high)}"
 
 
-def _kwh(row: "Prediction | None", caveats: "Caveats") -> str:
-    return "-" if row is None else _signs(caveats.caveats_of(row), "energy_within_noise") + number(row.kwh)
+def _format_kwh(row: "Prediction | None", caveats: "Caveats") -> str:
+    return "-" if row is None else _caveat_signs(caveats.caveats_of(row), "energy_within_noise") + number(row.kwh)
 
 
 def _time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats") -> tuple[str, str, str]:
@@ -457,9 +457,11 @@ def _time_and_cost(row: "Prediction | None", divisor: float, caveats: "Caveats")
     if row is None:
         return "-", "-", "-"
     names = caveats.caveats_of(row)
-    time = _signs(names, "efficiency_above_110", "time_within_noise") + number(3600 * row.hours / divisor)
-    interval = _range(*(None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high)))
-    return time, interval, _signs(names, "cost_within_noise") + number(row.cost)
+    time = _caveat_signs(names, "efficiency_above_110", "time_within_noise") + number(3600 * row.hours / divisor)
+    interval = _format_interval(
+        *(None if end is None else 3600 * end / divisor for end in (row.hours_low, row.hours_high))
+    )
+    return time, interval, _caveat_signs(names, "cost_within_noise") + number(row.cost)
 
 
 def _spot_cells(offers: Mapping[str, "Prediction"], divisor: float, caveats: "Caveats") -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import table
+from tula_cli.show.tables import make_table
 from tula_cli.words import plural
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def render_overview(document: "Document", *, written: Sequence[str]) -> Iterator
     yield ""
     yield from (f"{fact.name}: {fact.value}" for fact in document.facts)
     yield ""
-    made = table(("section", "tables", "figures"), left=(0,))
+    made = make_table(("section", "tables", "figures"), left=(0,))
     for section in document.sections:
         made.add_row(section.title, str(len(section.tables) or "-"), str(len(section.figures) or "-"))
     yield made

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tula_cli.errors import SpecError, TulaError
-from tula_cli.show.tables import printed, styled
+from tula_cli.show.tables import print_part, style_part
 from tula_cli.words import without_controls
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Screen:
             return
         console = self._console(self.out)
         for part in parts:
-            printed(console, part)
+            print_part(console, part)
         self.out.flush()  # warnings follow on stderr, which may be the same file
 
     def aside(self, parts: Iterable["RenderableType"]) -> None:
@@ -160,7 +160,7 @@ class Screen:
         if not self.quiet:
             console = self._console(self.err)
             for part in parts:
-                printed(console, part)
+                print_part(console, part)
 
     def line(self, text: str, data: Any) -> None:
         """Give one line of an answer that has no end (`tula logs`): text, or one JSON object a line."""
@@ -174,11 +174,11 @@ class Screen:
     def fail(self, error: TulaError) -> None:
         """Say what is wrong and what to do about it; the envelope says the same."""
         console = self._console(self.err)
-        printed(console, styled(f"error: {error.message}", "bold red", until=6))
+        print_part(console, style_part(f"error: {error.message}", "bold red", until=6))
         for problem in error.problems if isinstance(error, SpecError) else ():
-            printed(console, f"  {problem}")
+            print_part(console, f"  {problem}")
         if error.hint:
-            printed(console, styled(f"HINT: {error.hint}", "cyan", until=5))
+            print_part(console, style_part(f"HINT: {error.hint}", "cyan", until=5))
         if self.verbose and error.__cause__ is not None:
             self.print_traceback(error.__cause__)
         if self.as_json:  # last: whoever reads it may be gone

@@ -4,8 +4,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.show.tables import by_type, long_table, or_dash, place_of, table
-from tula_cli.words import configuration, duration, first_line, moment, near, number, percent, plural, time_unit
+from tula_cli.show.tables import by_type, long_table, make_table, or_dash, place_of
+from tula_cli.words import (
+    configuration,
+    first_line,
+    format_duration,
+    format_moment,
+    format_percent,
+    number,
+    plural,
+    relative_path,
+    time_unit,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,33 +42,33 @@ STATE_STYLES = {
 }
 
 
-def status(now: "RunStatus") -> Iterator["RenderableType"]:
+def render_status(now: "RunStatus") -> Iterator["RenderableType"]:
     """Jobs, training, attempts, recommendation."""
     counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
-    yield f"{near(now.path)}: {counts}"
+    yield f"{relative_path(now.path)}: {counts}"
     yield from (f"note: {note}" for note in now.notes)
     if now.jobs:
         yield ""
-        yield jobs(now.jobs)
+        yield jobs_table(now.jobs)
         yield from (f"{job.id} {job.state}: {story}" for job in now.jobs if (story := story_of(job)))
-        yield from links(now.jobs)
+        yield from describe_links(now.jobs)
     if now.training is not None:
         yield ""
-        yield training(now.training)
+        yield describe_training(now.training)
         if now.training.tuning is not None and now.training.tuning.branches:
             yield ""
-            yield branches(now.training.tuning.branches, now.training.tuning.chosen)
-        yield from changes(now.training.changes)
-        yield from (f"evaluated {evaluation(evaluated)}" for evaluated in now.evaluations)
+            yield branches_table(now.training.tuning.branches, now.training.tuning.chosen)
+        yield from describe_changes(now.training.changes)
+        yield from (f"evaluated {describe_evaluation(evaluated)}" for evaluated in now.evaluations)
         yield from (f"warning: {text}" for text in now.training.warnings)
     if now.rehearsal is not None and now.rehearsal.over_at is not None:
         yield ""
         verdict = now.rehearsal.verdict or "not found out"
-        yield f"resume, rehearsed {moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
+        yield f"resume, rehearsed {format_moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
     if now.attempts:
         yield ""
-        yield attempts(now)
-        yield from _causes(now)
+        yield attempts_table(now)
+        yield from _render_causes(now)
     if now.between_rounds:
         yield ""
         yield "next: tula profile submits the next round, or says that nothing more is worth measuring"
@@ -76,8 +86,8 @@ def status_by_type(
 ) -> Iterator["RenderableType"]:
     """The same for each node type, and what is recommended over all."""
     if not statuses:
-        yield f"{near(path)}: nothing was started yet"
-    yield from by_type(statuses, status)
+        yield f"{relative_path(path)}: nothing was started yet"
+    yield from by_type(statuses, render_status)
     for name, charge in (charges or {}).items():
         whole = "" if charge.predicted is None else f" ({number(charge.predicted)} predicted for the whole training)"
         yield f"{'' if name is None else f'{name}: '}SLURM's bill, {charge.description}{whole}"
@@ -88,21 +98,21 @@ def status_by_type(
 
 def story_of(job: "JobStatus") -> str:
     """Return why a job is in its state, and when it is expected to start."""
-    start = [] if job.starts_at is None else [f"expected to start {moment(job.starts_at)}"]
+    start = [] if job.starts_at is None else [f"expected to start {format_moment(job.starts_at)}"]
     return ", ".join(filter(None, [first_line(job.reason), *start]))
 
 
-def attempts(now: "RunStatus") -> "Table":
+def attempts_table(now: "RunStatus") -> "Table":
     """One row a start of ranks: where, from which sample on, and how it ended."""
     from rich.text import Text
 
     states = {job.id: job.state for job in now.jobs}
     active = {id_ for id_, state in states.items() if state in ("running", "suspended")}
     newest = {row.job: row.attempt for row in now.attempts}  # oldest first
-    seconds = [_took(row.attempt, now.at if row.job in active else None) for row in now.attempts]
+    seconds = [_attempt_seconds(row.attempt, now.at if row.job in active else None) for row in now.attempts]
     divisor, unit = time_unit(max(took or 0.0 for took in seconds))
     allocated = any(row.attempt.allocation for row in now.attempts)
-    made = table(
+    made = make_table(
         ("attempt", "no.", "started", f"took\n({unit})", *(["allocation"] if allocated else []), "hosts", "nodes", "batch",
          "from\nsample", "ended"),
         left=(0, 2, 4, 5, 9) if allocated else (0, 2, 4, 8),
@@ -113,7 +123,7 @@ def attempts(now: "RunStatus") -> "Table":
         made.add_row(
             attempt.task,
             str(attempt.number),
-            moment(attempt.started_at),
+            format_moment(attempt.started_at),
             "-" if took is None else number(took / divisor),
             *([attempt.allocation] if allocated else []),
             attempt.hosts or attempt.host,
@@ -132,13 +142,13 @@ def _open(job: "JobState | None", *, newest: bool) -> str:
     return "done" if job == "done" and newest else "lost"
 
 
-def _took(attempt: "Attempt", now: float | None) -> float | None:
+def _attempt_seconds(attempt: "Attempt", now: float | None) -> float | None:
     """Return the seconds that an attempt took; of one that is open until now, or None where it does not run."""
     until = attempt.ended_at or now
     return None if until is None else max(0.0, until - attempt.started_at)
 
 
-def _causes(now: "RunStatus") -> Iterator["RenderableType"]:
+def _render_causes(now: "RunStatus") -> Iterator["RenderableType"]:
     """Why attempts ended before their time, and why others followed."""
     for row in now.attempts:
         attempt = row.attempt
@@ -150,7 +160,7 @@ def _causes(now: "RunStatus") -> Iterator["RenderableType"]:
             yield f"{where}: {attempt.outcome}: {first_line(attempt.message)}"
 
 
-def jobs(rows: Iterable["JobStatus"]) -> "Table":
+def jobs_table(rows: Iterable["JobStatus"]) -> "Table":
     """One row a job; a probe job names the probe that runs."""
     from rich.text import Text
 
@@ -159,7 +169,7 @@ def jobs(rows: Iterable["JobStatus"]) -> "Table":
     ids = {job.scheduler_id for job in job_rows if job.scheduler != "local"}
     columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "now\nbatch", "now\nlocal",
                f"elapsed\n({unit})", f"left\n({unit})", "used\n(node-h)", "left\n(node-h)"]  # fmt: skip
-    made = table(columns, left=range(columns.index("state") + 1))
+    made = make_table(columns, left=range(columns.index("state") + 1))
     for job in job_rows:
         made.add_row(
             job.id,
@@ -177,17 +187,17 @@ def jobs(rows: Iterable["JobStatus"]) -> "Table":
     return made
 
 
-def _noise(row: Mapping[str, Any]) -> str:
+def _describe_noise(row: Mapping[str, Any]) -> str:
     at = f"after epoch {row['epoch']:g}"
     if row.get("scale") is None:
         return f"gradient noise not told {at}"
     return f"gradient noise scale {number(row['scale'])} samples {at}"
 
 
-def training(now: "TrainingStatus") -> str:
+def describe_training(now: "TrainingStatus") -> str:
     """One line: where a training run stands."""
     parts = [
-        f"training {now.signature} on {plural(now.nodes)}{_nodes_to_come(now)}, batch {now.batch}{_stage(now.stage)}",
+        f"training {now.signature} on {plural(now.nodes)}{_nodes_to_come(now)}, batch {now.batch}{_describe_stage(now.stage)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
         f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
     ]
@@ -197,24 +207,24 @@ def training(now: "TrainingStatus") -> str:
     parts += [f"{name} {number(value, 4)}" for name, value in now.metrics.items()]
     parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
     parts += [f"beta2 {now.beta2:.6g}"] if now.beta2 is not None else []
-    parts += [f"AGS {scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
-    parts += [_noise(now.noise)] if now.noise is not None else []
-    parts += [_tuning(now.tuning)] if now.tuning is not None else []
+    parts += [f"AGS {describe_scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
+    parts += [_describe_noise(now.noise)] if now.noise is not None else []
+    parts += [_describe_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:
         predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
         parts.append(f"{number(1000 * now.step_time)} ms a step{predicted}")
     if now.tokens_per_second is not None:
-        padding = f" ({percent(now.padding)} % padding beside them)" if now.padding else ""
+        padding = f" ({format_percent(now.padding)} % padding beside them)" if now.padding else ""
         parts.append(f"{number(now.tokens_per_second)} tokens a second{padding}")
     parts += [f"{number(now.kwh)} kWh{' so far' * (not now.finished)}"] if now.kwh is not None else []
     if now.finished:
         parts.append("finished")
     elif now.eta is not None:
-        parts.append(f"{duration(now.eta)} left")
+        parts.append(f"{format_duration(now.eta)} left")
     return ", ".join(parts)
 
 
-def _stage(now: "StageStatus | None") -> str:
+def _describe_stage(now: "StageStatus | None") -> str:
     """Return the batch that a growing one has come to, in words."""
     if now is None:
         return ""
@@ -232,7 +242,7 @@ def _nodes_to_come(now: "TrainingStatus") -> str:
     return f" (then {', '.join(texts)})" if texts and not now.finished else ""
 
 
-def links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
+def describe_links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
     """Which jobs of a chain ask for how many nodes, where they differ: a line each job."""
     for job in job_statuses:
         by_nodes: dict[int, list[str]] = {}
@@ -244,38 +254,38 @@ def links(job_statuses: "Iterable[JobStatus]") -> Iterator[str]:
             yield f"links of {job.id}: {'; '.join(texts)}"
 
 
-def evaluation(evaluated: "Evaluated") -> str:
+def describe_evaluation(evaluated: "Evaluated") -> str:
     """Return the evaluation of a training's weights in one line."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
-    name = evaluated.weights if evaluated.samples is not None else near(Path(evaluated.weights))
+    name = evaluated.weights if evaluated.samples is not None else relative_path(Path(evaluated.weights))
     metrics_text = ", ".join(f"{metric} {number(value, 4)}" for metric, value in evaluated.metrics.items())
     return f"{name}{at} on the {'test' if evaluated.test else 'validation'} set: {metrics_text}"
 
 
-def changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
+def describe_changes(step_changes: "Sequence[StepChange]") -> Iterator[str]:
     """How the step time changed while it trained, a line each."""
     from tula_cli.models.time.changes import describe_step_change
 
     yield from (f"changed: {describe_step_change(change)}" for change in step_changes)
 
 
-def scaling(mean: float, share: float) -> str:
+def describe_scaling(mean: float, share: float) -> str:
     """Return the mean factor of gradient scaling, and the share of steps that were scaled."""
-    return f"factor {number(mean, 3)} in {percent(share)} % of the steps"
+    return f"factor {number(mean, 3)} in {format_percent(share)} % of the steps"
 
 
-def _tuning(now: "TuningStatus") -> str:
+def _describe_tuning(now: "TuningStatus") -> str:
     if now.arm is None:
         return f"as tuned: {now.chosen}" if now.chosen else "tuning ends"
     return f"tuning: arm {now.number} of {now.count} ({now.arm}), rung {now.rung}"
 
 
-def branches(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
+def branches_table(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
     """Return a table of each arm of an automatic tuning: its result on the held-out samples in its longest branch."""
     from tula_cli.models.halving import rank_branches
 
     longest = {branch.arm: branch for branch in branches}  # rungs ascend
-    made = table(("arm", "rung", "epochs", "held-out\nloss", "top-1 (%)", ""), left=(0, 5))
+    made = make_table(("arm", "rung", "epochs", "held-out\nloss", "top-1 (%)", ""), left=(0, 5))
     order = sorted(rank_branches(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
     for branch in order:
         note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
@@ -285,7 +295,7 @@ def branches(branches: "Sequence[Branch]", chosen: str | None) -> "Table":
     return made
 
 
-def runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
+def render_runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
     """One row a run, on a screen of `width` columns."""
     columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
     yield from long_table(columns, [_run(run) for run in run_summaries], left=range(4), width=width)
@@ -296,10 +306,17 @@ def runs(run_summaries: "Sequence[RunSummary]", *, width: int) -> Iterator["Rend
 def _run(run: "RunSummary") -> list[str]:
     choice = {"nodes": "-", "batch": "-"} if run.recommendation is None else run.recommendation["choice"]
     counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
-    return [run.id, moment(run.changed), run.script or run.model, run.dataset or "-", *counts, _best(run)]
+    return [
+        run.id,
+        format_moment(run.changed),
+        run.script or run.model,
+        run.dataset or "-",
+        *counts,
+        _describe_best(run),
+    ]
 
 
-def _best(run: "RunSummary") -> str:
+def _describe_best(run: "RunSummary") -> str:
     """Return the best of a run's trainings: top-1, or what a model without classes is judged by."""
     if run.best_top1 is not None:
         return f"top-1 {number(run.best_top1, 4)} %"

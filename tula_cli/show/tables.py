@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.words import (
     configuration,
-    duration,
+    format_duration,
+    format_moment,
+    format_percent,
     is_cost_in_node_hours,
-    moment,
     number,
     part_words,
-    percent,
     plural,
 )
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 # --- tables
 
 
-def table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table":
+def make_table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table":
     """Return an empty table; the columns numbered in `left` are words, the others numbers. A heading may have lines."""
     from rich import box
     from rich.table import Table
@@ -69,7 +69,7 @@ def long_table(
     yield Text("\n".join([rule, *map(line, rows)]), no_wrap=True)
 
 
-def printed(console: "Console", part: "RenderableType") -> None:
+def print_part(console: "Console", part: "RenderableType") -> None:
     """Print a part; a table keeps the width it needs, words wrap on a terminal and are left alone in a file."""
     from rich.table import Table
     from rich.text import Text
@@ -94,7 +94,7 @@ def fit(part: "Table", console: "Console") -> int:
     return Measurement.get(console, unbound, part).maximum
 
 
-def styled(text: str, style: str, *, until: int | None = None) -> "RenderableType":
+def style_part(text: str, style: str, *, until: int | None = None) -> "RenderableType":
     from rich.text import Text
 
     made = Text(text)
@@ -102,7 +102,7 @@ def styled(text: str, style: str, *, until: int | None = None) -> "RenderableTyp
     return made
 
 
-def listed(numbers: Iterable[int]) -> str:
+def list_numbers(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
@@ -114,7 +114,7 @@ def cost_in_words(node_hours: float, cost: float, currency: str) -> str:
 
 def at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
     """Return an upper bound in words: time on this machine, node-hours, price."""
-    time = "" if hours is None else f"{duration(3600 * hours)} one job after the other, "
+    time = "" if hours is None else f"{format_duration(3600 * hours)} one job after the other, "
     cost = f"{number(node_hours)} node-h" if price is None else cost_in_words(node_hours, price, currency)
     return f"at most {time}{cost}"
 
@@ -126,7 +126,7 @@ def by_type(
     for index, (name, part) in enumerate(parts_by_name.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
-            yield styled(part_words(name), "bold")
+            yield style_part(part_words(name), "bold")
         yield from describe(part)
 
 
@@ -151,7 +151,7 @@ def or_dash(value: float | None) -> str:
     return "-" if value is None else number(value, 4)
 
 
-def learnt(recommendation: "Recommendation") -> Iterator[str]:
+def describe_learnt(recommendation: "Recommendation") -> Iterator[str]:
     """Say what trainings measured at their configurations, and which trainings are left out."""
     for (nodes, batch), steps_here in itertools.groupby(
         recommendation.trainings, key=lambda steps: (steps.nodes, steps.batch)
@@ -162,9 +162,9 @@ def learnt(recommendation: "Recommendation") -> Iterator[str]:
         probe = trainings[0].probed
         probe_in_words = "" if probe is None else f" (its probe {number(1000 * probe)}, which counts too)"
         changed = ", less where the pace has changed" * any(steps.changed for steps in trainings)
-        noise = ", ".join(percent(steps.noise) for steps in trainings)
+        noise = ", ".join(format_percent(steps.noise) for steps in trainings)
         yield (
-            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{probe_in_words}, up to {moment(trainings[-1].until)}; counts as known"
+            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{probe_in_words}, up to {format_moment(trainings[-1].until)}; counts as known"
             f" to {noise} %{changed}"
         )
     yield from (f"left out of the fit: {why}" for why in recommendation.trainings_left_out)

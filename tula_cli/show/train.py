@@ -4,9 +4,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.show.status import branches, changes, scaling
-from tula_cli.show.tables import cost_in_words, table
-from tula_cli.words import configuration, duration, is_too_wide, near, number, percent, perplexity, plural, time_unit
+from tula_cli.show.status import branches_table, describe_changes, describe_scaling
+from tula_cli.show.tables import cost_in_words, make_table
+from tula_cli.words import (
+    configuration,
+    format_duration,
+    format_percent,
+    is_too_wide,
+    number,
+    perplexity_of,
+    plural,
+    relative_path,
+    time_unit,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -97,7 +107,7 @@ def _early_end(plan: "TrainPlan") -> str:
     if plan.ends is None:
         return "train.early_stopping may end it earlier; times and costs are those of all epochs"
     predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
-    text = f"{duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
+    text = f"{format_duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
     return f"{plan.ends.description}: up to epoch {plan.ends.epoch} of {epochs} it takes {text}; what follows is of all epochs"
 
 
@@ -138,10 +148,10 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
     wide = ", too wide to decide by" * is_too_wide(predicted.hours_low, at_most)
-    high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)}{wide})"
+    high = "" if at_most is None else f" (90 % interval up to {format_duration(3600 * at_most)}{wide})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
-    yield f"{duration(3600 * predicted.hours)}{high}, {cost_in_words(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"
+    yield f"{format_duration(3600 * predicted.hours)}{high}, {cost_in_words(predicted.all_node_hours, predicted.cost, currency)}{energy}{on_spot}"
     yield f"price: {plan.price}"
 
 
@@ -151,32 +161,32 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 def evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
     """Which weights are evaluated, on what and where."""
     at = "" if task.samples is None else f" at {task.samples} samples"
-    yield f"evaluate {_weights(task.weights)} of training {task.signature}{at} on {_samples(task.spec.dataset.test is not None)}"
+    yield f"evaluate {_describe_weights(task.weights)} of training {task.signature}{at} on {_describe_samples(task.spec.dataset.test is not None)}"
     yield f"{plural(task.nodes)}, local batch {task.local_batch}"
 
 
-def evaluated(evaluated: "Evaluated") -> Iterator[str]:
+def render_evaluation(evaluated: "Evaluated") -> Iterator[str]:
     """Show the evaluation of weights on a set of samples."""
     at = "" if evaluated.samples is None else f" at {evaluated.samples} samples"
-    on = f"{_samples(evaluated.test)}, {evaluated.size} samples of {evaluated.dataset}"
-    yield f"{_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
+    on = f"{_describe_samples(evaluated.test)}, {evaluated.size} samples of {evaluated.dataset}"
+    yield f"{_describe_weights(evaluated.weights)} of training {evaluated.signature}{at} on {on}"
     yield ", ".join(f"{name} {number(value, 4)}{' %' * (name in PERCENT)}" for name, value in evaluated.metrics.items())
     if not evaluated.test:
         yield "training chose its best epoch by these samples; dataset.test names a set of its own"
 
 
-def _weights(name: str) -> str:
-    return f"the {name} weights" if name in ("best", "last") else f"{near(Path(name))} with the model"
+def _describe_weights(name: str) -> str:
+    return f"the {name} weights" if name in ("best", "last") else f"{relative_path(Path(name))} with the model"
 
 
-def _samples(test: bool) -> str:
+def _describe_samples(test: bool) -> str:
     return "the test set" if test else "the validation set"
 
 
 # --- the end of a training run
 
 
-def _best(summary: "Summary") -> str:
+def _describe_best_epoch(summary: "Summary") -> str:
     """Return the best epoch's result by what it was judged: train.best_checkpoint, top-1, a language model's perplexity, or the loss."""
     if summary.best is not None:
         return f"best {summary.best.metric} {number(summary.best.value, 4)}"
@@ -186,7 +196,9 @@ def _best(summary: "Summary") -> str:
         return "least loss"
     loss = f"least loss {number(summary.best_loss, 4)}"
     return (
-        f"{loss} (perplexity {number(perplexity(summary.best_loss), 4)})" if "perplexity" in summary.metrics else loss
+        f"{loss} (perplexity {number(perplexity_of(summary.best_loss), 4)})"
+        if "perplexity" in summary.metrics
+        else loss
     )
 
 
@@ -194,12 +206,12 @@ WHOLE = 0.95
 """Share of the time over which energy has to be counted to be held against its prediction."""
 
 
-def summary(
+def render_summary(
     summary: "Summary", *, weights: "Path | None" = None, charge: "SiteCharge | None" = None
 ) -> Iterator["RenderableType"]:
     """Predicted against actual, how good it is, and where its weights are."""
     changed = "" if summary.batch == summary.start_batch else f" (started with {summary.start_batch})"
-    at = f", {_best(summary)} at epoch {summary.best_epoch}" * bool(
+    at = f", {_describe_best_epoch(summary)} at epoch {summary.best_epoch}" * bool(
         summary.best_epoch
     )  # of a script nobody knows the epoch
     yield f"trained on {plural(summary.nodes)} at batch {summary.batch}{changed}{at}"
@@ -212,10 +224,10 @@ def summary(
     if charge is not None:
         yield charge.description
     if summary.actual_kwh is not None and (summary.counted or 0.0) < WHOLE:
-        yield f"energy was counted over {percent(summary.counted)} % of the time: not while ranks start, nor up to a failure"
-    yield from changes(summary.changes)
+        yield f"energy was counted over {format_percent(summary.counted)} % of the time: not while ranks start, nor up to a failure"
+    yield from describe_changes(summary.changes)
     if summary.scaled is not None:
-        did = scaling(summary.scaled.mean, summary.scaled.scaled)
+        did = describe_scaling(summary.scaled.mean, summary.scaled.scaled)
         yield f"gradient scaling (of each {summary.scaled.apply_to}): {did}"
     if summary.tuning is not None and summary.tuning.chosen is not None:
         yield ""
@@ -223,41 +235,43 @@ def summary(
             f"{summary.tuning.samples} samples in {len(summary.tuning.branches)} branches beside the training"
         )
         yield f"tuned: {summary.tuning.chosen.name}, {branches_text}"
-        yield branches(summary.tuning.branches, summary.tuning.chosen.name)
+        yield branches_table(summary.tuning.branches, summary.tuning.chosen.name)
     if summary.attempts > 1:
         yield ""
         yield f"{plural(summary.attempts, 'attempt')}; relaunched because of: {'; '.join(summary.causes) or 'an earlier end'}"
     if summary.lost:
-        yield f"what came after the newest checkpoint was trained again: {sum(summary.lost)} samples in all, {_each(summary.lost)}"
+        yield f"what came after the newest checkpoint was trained again: {sum(summary.lost)} samples in all, {_describe_each_interruption(summary.lost)}"
     yield from (f"warning: {text}" for text in summary.warnings)
     if weights is not None:
-        yield f"best weights: {near(weights)}"
+        yield f"best weights: {relative_path(weights)}"
 
 
 def _predicted_against_actual(summary: "Summary", charge: "SiteCharge | None") -> "Table":
     divisor, unit = time_unit(3600 * summary.actual_hours)
-    made = table(("", "predicted", "actual", "error (%)"))
+    made = make_table(("", "predicted", "actual", "error (%)"))
     to_unit = 3600 / divisor
-    made.add_row("step time (ms)", *_compared(summary.predicted_step, summary.actual_step, 1000))
-    made.add_row(f"time ({unit})", *_compared(summary.predicted_hours, summary.actual_hours, to_unit))
-    for name, predicted, actual in _parts(summary):
-        made.add_row(f"  {name}", *_compared(predicted, actual, 1 / divisor))
-    made.add_row(f"cost ({summary.currency})", *_compared(summary.predicted_cost, summary.actual_cost, 1))
+    made.add_row("step time (ms)", *_compare_values(summary.predicted_step, summary.actual_step, 1000))
+    made.add_row(f"time ({unit})", *_compare_values(summary.predicted_hours, summary.actual_hours, to_unit))
+    for name, predicted, actual in _time_parts(summary):
+        made.add_row(f"  {name}", *_compare_values(predicted, actual, 1 / divisor))
+    made.add_row(f"cost ({summary.currency})", *_compare_values(summary.predicted_cost, summary.actual_cost, 1))
     if charge is not None:
-        made.add_row(f"SLURM's bill ({charge.currency})", *_compared(charge.predicted, charge.cost, 1))
+        made.add_row(f"SLURM's bill ({charge.currency})", *_compare_values(charge.predicted, charge.cost, 1))
     if summary.actual_kwh is not None:
-        made.add_row("energy (kWh)", *_energy(summary.predicted_kwh, summary.actual_kwh, summary.counted or 0.0))
+        made.add_row(
+            "energy (kWh)", *_compare_energy(summary.predicted_kwh, summary.actual_kwh, summary.counted or 0.0)
+        )
     elif summary.predicted_kwh is not None:
         made.add_row("energy (kWh)", number(summary.predicted_kwh), "-", "-")
     return made
 
 
-def _each(lost: Sequence[int]) -> str:
+def _describe_each_interruption(lost: Sequence[int]) -> str:
     """Return what each interruption has cost."""
     return f"at each end {', '.join(map(str, lost))}" if len(lost) > 1 else "at one end"
 
 
-def _parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
+def _time_parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
     """Yield where the time went: the name of each part that there is, and its seconds predicted and actual."""
     actual, predicted = summary.actual_parts, summary.predicted_parts
     if actual is None:
@@ -276,13 +290,13 @@ def _parts(summary: "Summary") -> Iterator[tuple[str, float | None, float]]:
             yield name, predicted_part, here
 
 
-def _energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
+def _compare_energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
     """Return predicted, counted, and the error of the prediction; none where much was not counted."""
-    predicted_text, here, error = _compared(predicted, actual, 1)
+    predicted_text, here, error = _compare_values(predicted, actual, 1)
     return predicted_text, here, error if counted >= WHOLE else "-"
 
 
-def _compared(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:
+def _compare_values(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:
     """Return predicted, actual, and the error of the prediction relative to actual."""
     predicted_text, here = ("-" if value is None else number(value * factor) for value in (predicted, actual))
     error = f"{100 * (predicted - actual) / actual:+.1f}" if predicted is not None and actual else "-"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_cli.errors import DiskFull, JobFailed, TulaError
-from tula_cli.host.failures import classify, find_telling_line
+from tula_cli.host.failures import classify_failure, find_telling_line
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
@@ -118,7 +118,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
         rank=rank,
         host=node_name(),
         pid=os.getpid(),
-        outcome=classify(text, exit_code=1, device=_device_kind(task)),
+        outcome=classify_failure(text, exit_code=1, device=_device_kind(task)),
         message=_summarize_error(error, text),
         detail=text,
         local_batch=_current_local_batch(task, run),
@@ -139,7 +139,7 @@ def exit_with_failure(error: Exception, task: Task, run: RunDir, attempt: int) -
 def _summarize_error(error: Exception, text: str) -> str:
     """Return the error in one line; where its traceback names an earlier cause that decides its class, that one."""
     line, last = find_telling_line(text), _last_error_line(error)
-    return line if line and classify(last) != classify(text) else last
+    return line if line and classify_failure(last) != classify_failure(text) else last
 
 
 def _last_error_line(error: Exception) -> str:

@@ -35,7 +35,9 @@ def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environ
     """
     cuda = ranks.device.type == "cuda"
     hardware = gpu_name(ranks.device) if cuda else processor_name()
-    rank_hardware = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver(ranks)]))]
+    rank_hardware = [
+        json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver_of_device(ranks)]))
+    ]
     nodes = _group_by_host(rank_hardware)
     return Environment(
         hosts=tuple(node.name for node in nodes),
@@ -50,14 +52,14 @@ def describe_environment(ranks: Ranks, *, workers: int | None = None) -> Environ
         nodes=nodes,
         cuda=torch.version.cuda or torch.version.hip or "",
         nccl=nccl_version(),
-        system=f"{_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
+        system=f"{_linux_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
         allreduce=nccl.chosen_algorithms(),
         variables=recorded_variables(os.environ),
         workers=workers,
     )
 
 
-def _driver(ranks: Ranks) -> str:
+def _driver_of_device(ranks: Ranks) -> str:
     return driver_version() if ranks.device.type == "cuda" else ""
 
 
@@ -72,7 +74,7 @@ def _group_by_host(rank_hardware: Iterable[tuple[str, str, str]]) -> tuple[Host,
     )
 
 
-def _distribution() -> str:
+def _linux_distribution() -> str:
     try:
         return platform.freedesktop_os_release().get("PRETTY_NAME", "")
     except OSError:  # a container may lack the file

@@ -114,7 +114,7 @@ def process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> 
         if rank == 0:
             _publish_address(handover, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], device)
     else:
-        store = _rendezvous(handover, cluster.interface, device, rank=rank, world=world)
+        store = _make_store(handover, cluster.interface, device, rank=rank, world=world)
     with nccl.record_nccl_output(enabled=listen and on_gpu and rank == 0 and world > 1):
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -132,7 +132,7 @@ def process_group(cluster: Cluster, *, handover: Path, listen: bool = False) -> 
         dist.destroy_process_group()
 
 
-def _rendezvous(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
+def _make_store(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
     """Rank 0 binds a port that the system chooses and publishes it; a port made from a job id collides in the end."""
     if rank == 0:
         host = network.own_address(interface)

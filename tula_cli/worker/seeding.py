@@ -31,7 +31,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 @contextmanager
-def seeded(*parts: int) -> Iterator[None]:
+def seed_generators(*parts: int) -> Iterator[None]:
     """Seed torch's CPU generator, `random` and numpy from integers, and put their states back afterwards.
 
     A loader's worker process has nothing else that draws from these generators: there the states are not put back.

@@ -6,7 +6,7 @@ import sys
 
 from gpu.stage import Stage
 from gpu.watch import RAN
-from tula_cli.host.failures import classify
+from tula_cli.host.failures import classify_failure
 from tula_cli.host.network import free_port
 
 WANTED = {
@@ -31,7 +31,7 @@ def errors(stage: Stage) -> None:
             stage.tell(errors={kind: {"exit": code, "class": None, "text": text[-KEPT:]}})
             stage.leave_open(f"{kind}: it could not be provoked")
             continue
-        outcome = "no error" if code in (0, None) else classify(text, exit_code=code, device=stage.device)
+        outcome = "no error" if code in (0, None) else classify_failure(text, exit_code=code, device=stage.device)
         stage.tell(errors={kind: {"exit": code, "class": outcome, "text": text[-KEPT:]}})
         said = (text.strip().splitlines() or ["nothing"])[-1][:200]
         stage.require(outcome == wanted, f"{kind} is read as {outcome}, not {wanted}: {said}")

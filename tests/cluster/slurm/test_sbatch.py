@@ -223,27 +223,27 @@ def with_workers(workers: object, **slurm: object) -> JobSpec:
 
 
 def test_workers_from_the_cores_are_doubted_only_where_there_are_fewer_than_it_takes() -> None:
-    assert sbatch.doubts(with_workers("auto", cpus_per_task=3)) == ()
-    (doubt,) = sbatch.doubts(with_workers("auto", cpus_per_task=2))
+    assert sbatch.describe_doubts(with_workers("auto", cpus_per_task=3)) == ()
+    (doubt,) = sbatch.describe_doubts(with_workers("auto", cpus_per_task=2))
     assert "3 processes" in doubt
 
 
 def test_few_cpus_are_doubted() -> None:
-    doubt = sbatch.doubts(spec({"cpus_per_task": 3}))
+    doubt = sbatch.describe_doubts(spec({"cpus_per_task": 3}))
     assert len(doubt) == 1
     assert "cpus_per_task is 3" in doubt[0]
     assert "4 processes (16 a node)" in doubt[0]
-    assert sbatch.doubts(spec({"cpus_per_task": 4})) == ()
+    assert sbatch.describe_doubts(spec({"cpus_per_task": 4})) == ()
 
 
 def test_cpus_that_nobody_asks_for_are_doubted_where_workers_need_them() -> None:
-    (doubt,) = sbatch.doubts(spec())
+    (doubt,) = sbatch.describe_doubts(spec())
     assert "one core to a rank and its 3 train.workers" in doubt and doubt.endswith("set it to 4")
-    assert sbatch.doubts(spec({"extra": {"cpus-per-gpu": 8}})) == ()
-    (doubt,) = sbatch.doubts(with_workers("auto"))
+    assert sbatch.describe_doubts(spec({"extra": {"cpus-per-gpu": 8}})) == ()
+    (doubt,) = sbatch.describe_doubts(with_workers("auto"))
     assert "a rank and its data loader" in doubt
     alone = spec().model_copy(update={"train": spec().train.model_copy(update={"workers": 0})})
-    assert sbatch.doubts(alone) == ()
+    assert sbatch.describe_doubts(alone) == ()
 
 
 # --- time

@@ -59,10 +59,10 @@ def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     assert rest.hours_as_it_is == pytest.approx(stay.hours / 2)
     assert found.choice.hours / 2 < rest.hours < rest.hours_as_it_is, "a new start is in it"
     assert any(text.startswith("seen in the training on 2 nodes, local batch 64") for text in found.warnings)
-    (line,) = show_recommend._continuation(found)
+    (line,) = show_recommend._describe_continuation(found)
     assert "50.0 % left: on 2 nodes, batch 128" in line and line.endswith("% time)") and "with a new start (-" in line
     worse = rest.model_copy(update={"hours": 2 * rest.hours_as_it_is, "cost": 2 * (rest.cost_as_it_is or 0.0)})
-    (line,) = show_recommend._continuation(found.model_copy(update={"continuation": worse}))
+    (line,) = show_recommend._describe_continuation(found.model_copy(update={"continuation": worse}))
     assert line.endswith("with a new start (+100 % time), better in neither: let it go on as it is")
 
 
@@ -71,7 +71,7 @@ def test_where_nothing_has_changed_nothing_moves(run: RunDir) -> None:
     found = ask(run, nodes=2, max_batch=128).recommendation
     assert found.continuation is not None and not found.continuation.moves
     assert found.continuation.hours == found.continuation.hours_as_it_is
-    (line,) = show_recommend._continuation(found)
+    (line,) = show_recommend._describe_continuation(found)
     assert line.endswith("that is the choice, so it goes on as it is")
 
 

@@ -237,10 +237,10 @@ def test_a_job_without_lengths_has_none(tmp_path: Path) -> None:
 
 def test_the_screen_has_a_row_a_length(run: RunDir) -> None:
     answer = ask(run)
-    made = show_recommend.lengths(answer)
+    made = show_recommend.lengths_table(answer)
     cells = [list(column.cells) for column in made.columns]
     assert cells[0] == ["64", "128 (own)", "256"] and cells[3] == ["25.0"] * 3
-    parts = [str(part) for part in show_recommend.recommendation(answer, width=80, color=False)]
+    parts = [str(part) for part in show_recommend.render_recommendation(answer, width=80, color=False)]
     assert any(part.startswith("lengths: of a sample's share") for part in parts)
 
 

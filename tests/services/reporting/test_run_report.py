@@ -20,7 +20,7 @@ from tula_cli.services import status
 from tula_cli.services.api import Run, report_text
 from tula_cli.services.api import report as api_report
 from tula_cli.services.reporting.document import Document
-from tula_cli.words import duration, number
+from tula_cli.words import format_duration, number
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,11 @@ def test_the_answer_is_the_one_that_recommend_has_kept(whole: RunDir, told: Docu
     assert kept is not None
     choice = kept.choice
     assert told.answer.startswith(f"{choice.nodes} nodes, batch {choice.batch} (local {choice.local_batch}): ")
-    for value in (duration(3600 * choice.hours), number(choice.cost), f"{number(choice.all_node_hours)} node-hours"):
+    for value in (
+        format_duration(3600 * choice.hours),
+        number(choice.cost),
+        f"{number(choice.all_node_hours)} node-hours",
+    ):
         assert value in told.answer
     assert (
         "Trained on 2 nodes at batch 64: 6.00 min (predicted 4.80 min), 0.200 USD, best top-1 83.00 %." in told.answer

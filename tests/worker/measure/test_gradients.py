@@ -51,7 +51,7 @@ def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -
     parts = []
     for part in (slice(0, 8), slice(8, 16)):
         subject.optimizer.zero_grad()
-        with worker_train_loop.autocast(subject):
+        with worker_train_loop.autocast_context(subject):
             subject.loss(subject.parallel.module(inputs[part]), targets[part]).backward()
         parts.append(gradient(subject))
     norms = [float(vector.square().sum()) for vector in (*parts, (parts[0] + parts[1]) / 2)]

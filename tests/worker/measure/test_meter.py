@@ -13,7 +13,7 @@ from torch import nn
 from worker_jobs import gradient, spec, trainer
 from worker_rank_cases import facts
 
-from tula_cli.host.failures import classify
+from tula_cli.host.failures import classify_failure
 from tula_cli.host.machine import processor_name
 from tula_cli.worker import device, environment
 from tula_cli.worker.device import read_process_memory
@@ -88,7 +88,7 @@ def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
 def test_beyond_the_limit_is_an_out_of_memory(two_ranks: Path) -> None:
     for found in facts(two_ranks, "limits"):
         assert "DefaultCPUAllocator: can't allocate memory" in found["beyond"]
-        assert classify(found["beyond"], exit_code=1, device="cpu") == "device_oom"
+        assert classify_failure(found["beyond"], exit_code=1, device="cpu") == "device_oom"
 
 
 @pytest.mark.torch

@@ -66,8 +66,8 @@ def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkey
         made.append(given)
         return take(*args, **given)
 
-    take, made = worker_train_loop._step, []
-    monkeypatch.setattr(worker_train_loop, "_step", step)
+    take, made = worker_train_loop._train_step, []
+    monkeypatch.setattr(worker_train_loop, "_train_step", step)
     assert probe(run, alone, 16)[0].energy is None
     job, before = 2, len(made)  # steps that the job takes before its first probe
     monkeypatch.setattr(worker_measure_probe, "EnergyMeter", Meter)

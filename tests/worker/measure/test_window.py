@@ -138,7 +138,7 @@ class Counted(TorchDispatchMode):
 def test_a_timed_step_is_the_trainings_own(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch, method: str, nodes: list[int]
 ) -> None:
-    take, counts = worker_train_loop._step, []
+    take, counts = worker_train_loop._train_step, []
 
     def step(subject: worker_train_loop.Trainer, *args: Any, **given: Any) -> worker_train_loop.Step:
         with Counted() as counted:
@@ -146,7 +146,7 @@ def test_a_timed_step_is_the_trainings_own(
         counts.append((counted.count, made.lr, made.refreshed))
         return made
 
-    monkeypatch.setattr(worker_train_loop, "_step", step)
+    monkeypatch.setattr(worker_train_loop, "_train_step", step)
     task = probe_task(spec(train={"method": method}, search={"nodes": nodes}), 16)
     run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
     before = 2 + 7  # the job's first steps, and the warm-up

@@ -288,7 +288,7 @@ def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
     subject = trainer(TRAIN.spec, alone)
     place = tmp_path / "000000000016.dcp"
     with monkeypatch.context() as patched:
-        patched.setattr(sharded_checkpoint, "_checksum", lambda _: -1)
+        patched.setattr(sharded_checkpoint, "_file_checksum", lambda _: -1)
         with pytest.raises(CannotWrite, match="cannot be read again"):
             checkpoint.write_sharded(place, subject, best={})
     assert not place.exists()

@@ -146,7 +146,7 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
     for _, _ in zip(worker_train_loop.run_steps(subject), range(3), strict=False):  # running statistics of its own
         pass
     subject.parallel.module.eval()
-    batches = hessian._batches(subject, 40)
+    batches = hessian._load_batches(subject, 40)
     assert [(count, len(targets)) for count, (_, targets) in batches] == [(4, 4)] * 10  # a quarter of a micro-batch
     surface = LossSurface(subject.parallel.module, subject.call, batches, alone, seed=0)
     matrix = explicit(surface)

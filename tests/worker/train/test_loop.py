@@ -16,7 +16,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch_size
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.data import Datasets, Position, build_datasets, permutation
+from tula_cli.worker.build.data import Datasets, Position, build_datasets, epoch_permutation
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import stable_seed
 from tula_cli.worker.train import checkpoint, evaluation, hessian
@@ -45,7 +45,7 @@ def reference(job: JobSpec, data: Datasets, batch: int) -> dict[str, torch.Tenso
     optimizer = torch.optim.SGD(model.parameters(), lr=job.optimizer.lr, momentum=0.9, fused=True)
     size = len(data.train)
     for epoch in range(job.train.epochs):
-        order = permutation(size, seed=job.train.seed, epoch=epoch).tolist()
+        order = epoch_permutation(size, seed=job.train.seed, epoch=epoch).tolist()
         for begin in range(0, size // batch * batch, batch):
             pairs = [data.train[epoch, index] for index in order[begin : begin + batch]]
             images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])

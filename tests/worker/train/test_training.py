@@ -18,7 +18,7 @@ from tula_cli.errors import Diverged
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.data import build_datasets, permutation
+from tula_cli.worker.build.data import build_datasets, epoch_permutation
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
@@ -123,7 +123,7 @@ def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Rank
     """The 51st sample of the first epoch is of step 4."""
     task = train_task(spec(train=EVERY_STEP))
     datasets = build_datasets(task.spec)
-    datasets.train.samples.images[permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
+    datasets.train.samples.images[epoch_permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0\.64, step 4, 64 samples"):
         run_training(task, run, alone, datasets)
     assert run.training(task.signature).newest_samples() == 48
@@ -135,7 +135,7 @@ def test_a_ramp_that_diverges_restarts_once_from_before_with_half_the_factor(alo
     job = spec(train={**EVERY_STEP, "method": "ramp", "epochs": 4})
     task = train_task(job, batch=32)
     run.write_task(task)
-    faulty, last = build_datasets(job), permutation(100, seed=3, epoch=3)[40]
+    faulty, last = build_datasets(job), epoch_permutation(100, seed=3, epoch=3)[40]
     faulty.train.samples.images[last] = math.nan  # type: ignore[attr-defined]
     diverged = ExitReason("diverged", "Diverged: the loss is not finite")
     with pytest.raises(Diverged):

@@ -24,7 +24,7 @@ from tula_cli.cluster.scripts.training import (
     checkpoint_changed_at,
     describe_missing_step,
 )
-from tula_cli.host.failures import classify, find_telling_line
+from tula_cli.host.failures import classify_failure, find_telling_line
 from tula_cli.host.leftovers import processes_with_variable
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import inner_id
@@ -198,7 +198,7 @@ class ScriptWatch:
     ranks: range
     training: ScriptTraining | None = None
     _next_row: float = 0.0
-    _next_words: float = words.pause(0.0)  # seconds after the start at which the log tells how far it is
+    _next_words: float = words.log_pause(0.0)  # seconds after the start at which the log tells how far it is
     _next_epoch: float = 0.0  # or once this has begun
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
@@ -244,13 +244,13 @@ class ScriptWatch:
         age = time.monotonic() - self._began
         if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
             return
-        self._next_words, self._next_epoch = age + words.pause(age), math.floor(row["epoch"] or 0) + 1
-        progress_text = words.progress(
+        self._next_words, self._next_epoch = age + words.log_pause(age), math.floor(row["epoch"] or 0) + 1
+        progress_text = words.describe_progress(
             epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
             step_time=row["step_time"], left=row["eta"],
         )  # fmt: skip
         with self.run.open_log(self.run.log_path(self.task.id, self.command.attempt)) as log:
-            log.write(f"{words.stamped(progress_text)}\n".encode())
+            log.write(f"{words.stamp_line(progress_text)}\n".encode())
 
     @cached_property
     def _pace(self) -> "ScriptLevelDetector":
@@ -294,7 +294,7 @@ class ScriptWatch:
             pid=shim_failure.pid,
             outcome="user"
             if is_of_shim
-            else classify(shim_failure.text, exit_code=1, device=compute_device(self.run, self.task)),
+            else classify_failure(shim_failure.text, exit_code=1, device=compute_device(self.run, self.task)),
             message=shims_fault
             + ((shim_failure.where == "script" and find_telling_line(shim_failure.text)) or shim_failure.description),
             detail=shim_failure.text,

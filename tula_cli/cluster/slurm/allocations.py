@@ -94,11 +94,11 @@ def allocated_tres(
         tres = {name: count for name, count in node.tres.items() if name not in ("billing", "mem")}
         gpus = int(node.tres.get("gres/gpu", gpus))
     else:
-        tres = {"cpu": _cpus(spec, node, config), "node": 1.0, **_gres(spec, node, gpus)}
-    return {**tres, "mem": _memory(spec, node, partition, config, cpus=tres["cpu"], gpus=gpus)}
+        tres = {"cpu": _cpus_on_shared_node(spec, node, config), "node": 1.0, **_gpu_counts(spec, node, gpus)}
+    return {**tres, "mem": _memory_on_shared_node(spec, node, partition, config, cpus=tres["cpu"], gpus=gpus)}
 
 
-def _gres(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
+def _gpu_counts(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
     """Return the GPUs as SLURM counts them: by those names alone that it tracks."""
     slurm = spec.cluster.slurm or Slurm()
     typed = [name for name in node.tres if name.startswith("gres/gpu:")]
@@ -107,7 +107,7 @@ def _gres(spec: JobSpec, node: Node, gpus: int) -> dict[str, float]:
     return {name: float(gpus) for name in names if gpus}
 
 
-def _cpus(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
+def _cpus_on_shared_node(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
     """Return the CPUs on a shared node: those of its tasks, in whole cores where SLURM gives cores."""
     slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
     per_gpu = _extra_option(slurm, "cpus-per-gpu")
@@ -118,7 +118,7 @@ def _cpus(spec: JobSpec, node: Node, config: Mapping[str, str]) -> float:
     return float(cpus if by_threads else node.threads * math.ceil(cpus / node.threads))
 
 
-def _memory(
+def _memory_on_shared_node(
     spec: JobSpec, node: Node, partition: Mapping[str, str], config: Mapping[str, str], *, cpus: float, gpus: int
 ) -> float:
     slurm = spec.cluster.slurm or Slurm()

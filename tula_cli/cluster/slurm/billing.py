@@ -66,7 +66,7 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
             f"pricing.kind billing: SLURM tells what a job is billed, and cluster.kind is {spec.cluster.kind}",
             "give what a whole node is billed: pricing.per_node",
         )
-    path = None if root is None else root / FOLDER / f"bill-{_key(spec)}.json"
+    path = None if root is None else root / FOLDER / f"bill-{_cache_key(spec)}.json"
     stored = None if path is None else read_record(path, _RECORD)
     now = time.time()
     if stored is not None and 0 <= now - stored.asked_at < KEPT_SECONDS:
@@ -109,7 +109,7 @@ def with_environment_defaults(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"cluster": cluster}) if values else spec
 
 
-def _key(spec: JobSpec) -> str:
+def _cache_key(spec: JobSpec) -> str:
     options = (spec.cluster.slurm or Slurm()).model_dump(
         mode="json", include={"partition", "account", "qos", "constraint", "memory", "cpus_per_task", "gpus", "gpu_type", "exclusive", "extra", "launcher"}
     )  # fmt: skip

@@ -23,7 +23,7 @@ from tula_cli.cluster.inspection import (
     parse_inspection,
     unmeasured_settings,
 )
-from tula_cli.cluster.launcher import submitting
+from tula_cli.cluster.launcher import lock_submission
 from tula_cli.cluster.scheduler import JobRequest
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.sbatch import submitit_parameters
@@ -157,7 +157,7 @@ def inspect_on_node(
     """
     job = _WatchedJob(run, spec, sleep)
     try:
-        with submitting(run):
+        with lock_submission(run):
             job.submit_or_adopt()
         log = job.wait_for_log(timeout)
     except KeyboardInterrupt:

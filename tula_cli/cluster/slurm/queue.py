@@ -23,7 +23,7 @@ from tula_cli.cluster.slurm.command import COMMAND_TIMEOUT, call_slurm
 from tula_cli.errors import SchedulerError, StorageFailed, TulaError
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.words import moment as time_of_day
+from tula_cli.words import format_moment as time_of_day
 
 # --- A shared answer of squeue
 
@@ -548,7 +548,7 @@ def end_delay(id_: str, after: str) -> str:
     return _call_for_jobs("update", [id_], f"Dependency=afterany:{after},singleton")
 
 
-def delay(id_: str, minutes: int) -> str:
+def delay_job(id_: str, minutes: int) -> str:
     """Let a waiting job start so many minutes from now at the earliest; return scontrol's complaint."""
     return _call_for_jobs("update", [id_], f"StartTime=now+{minutes}minutes")
 

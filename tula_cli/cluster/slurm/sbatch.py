@@ -50,7 +50,7 @@ def submitit_parameters(
     Raises:
         SpecError: a file that the spec names cannot be read.
     """
-    slurm = _slurm(task.spec)
+    slurm = _slurm_section(task.spec)
     minutes = time_limit(task)
     names = ("partition", "account", "qos", "constraint")
     options = {key: value for key in names if (value := getattr(slurm, key))}
@@ -68,7 +68,7 @@ def submitit_parameters(
         "wckey": None,
         "setup": [*_setup_lines(task, slurm), *package.shell_lines(run.path)],
         "srun_args": [*_srun_options(task, slurm), *_single_log(run, task)],
-        "additional_parameters": _options(task, slurm),
+        "additional_parameters": _extra_options(task, slurm),
     }
 
 
@@ -86,12 +86,12 @@ def excluded_nodes(run: RunDir, task: Task, *, also: str = "") -> str:
     recent = [attempt for attempt in attempts if attempt.started_at > time.time() - FAULT_SECONDS]
     section = cluster_signature(task.spec.cluster)
     faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
-    return ",".join(dict.fromkeys(filter(None, [_slurm(task.spec).exclude, *faulty, also])))
+    return ",".join(dict.fromkeys(filter(None, [_slurm_section(task.spec).exclude, *faulty, also])))
 
 
 def job_python(task: Task) -> str | None:
     """Return the shell's command that starts python in the job; None for the python that runs now."""
-    return _slurm(task.spec).python
+    return _slurm_section(task.spec).python
 
 
 def wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
@@ -101,15 +101,15 @@ def wrapper_words(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
         spec: the job.
         environ: the job's environment, which holds the script as it was at submission.
     """
-    words, script = _slurm(spec).wrapper, environ.get(_WRAPPER)
+    words, script = _slurm_section(spec).wrapper, environ.get(_WRAPPER)
     if isinstance(words, list):
         return words
     return ["bash", "-c", script, "tula-wrapper"] if script else []
 
 
-def doubts(spec: JobSpec) -> tuple[str, ...]:
+def describe_doubts(spec: JobSpec) -> tuple[str, ...]:
     """Return what is allowed and yet probably not meant."""
-    slurm, ranks = _slurm(spec), spec.cluster.gpus_per_node
+    slurm, ranks = _slurm_section(spec), spec.cluster.gpus_per_node
     if spec.script is not None and "workers" not in spec.script.placeholders:
         return ()  # how many there are is the script's own matter
     workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
@@ -134,7 +134,7 @@ def doubts(spec: JobSpec) -> tuple[str, ...]:
     )
 
 
-def _slurm(spec: JobSpec) -> Slurm:
+def _slurm_section(spec: JobSpec) -> Slurm:
     return spec.cluster.slurm or Slurm()
 
 
@@ -142,7 +142,7 @@ def _size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return nodes, tasks, CPUs and GPUs; GPUs in one form only: SLURM 24.11 refuses two."""
     ranks = task.spec.cluster.gpus_per_node
     size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if task.spec.task_per_node else ranks}
-    if cpus := _cpus(task, slurm):
+    if cpus := _cpus_per_task(task, slurm):
         size["cpus_per_task"] = cpus
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
     if task.spec.cluster.device == "cpu" or slurm.gpus == "none":
@@ -157,14 +157,14 @@ def _size_options(task: Task, slurm: Slurm) -> dict[str, Any]:
             return {**size, "gres": ",".join([f"gpu:{kind}{ranks}", *gres])}
 
 
-def _cpus(task: Task, slurm: Slurm) -> int | None:
+def _cpus_per_task(task: Task, slurm: Slurm) -> int | None:
     """Return the CPUs of one of SLURM's tasks, which may hold all ranks of a node."""
     if slurm.cpus_per_task is None:
         return None
     return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1)
 
 
-def _options(task: Task, slurm: Slurm) -> dict[str, Any]:
+def _extra_options(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return the options of sbatch that submitit has no name for."""
     # SLURM's own requeue would start what tula starts itself.
     options: dict[str, Any] = {"no-requeue": True}
@@ -195,7 +195,7 @@ def _srun_options(task: Task, slurm: Slurm) -> list[str]:
     """Return the options of srun."""
     # A rank that dies must not leave the others waiting.
     options: dict[str, Any] = {"kill-on-bad-exit": 1}
-    if cpus := _cpus(task, slurm):
+    if cpus := _cpus_per_task(task, slurm):
         options["cpus-per-task"] = cpus  # srun of SLURM 22.05 and later does not take it over from sbatch
     if ":" in _size_options(task, slurm).get("gpus_per_task", ""):
         options["gpu-bind"] = "per_task:1"  # implied, but srun of 22.05 stumbles over the type, and hides all GPUs

@@ -145,7 +145,7 @@ class SlurmScheduler:
         return queue.end_delay(id_, after)
 
     def delay(self, id_: str, minutes: int) -> str:
-        return queue.delay(id_, minutes)
+        return queue.delay_job(id_, minutes)
 
     def partitions(self) -> Sequence[Limits]:
         return [

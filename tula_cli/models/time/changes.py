@@ -16,7 +16,7 @@ from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepChange, StepPart, StepParts
 from tula_cli.run.records.scripts import Heartbeat
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.words import duration, number
+from tula_cli.words import format_duration, number
 
 # --- Change points
 
@@ -378,7 +378,7 @@ def describe_step_change(change: StepChange) -> str:
     price = (
         f", {number(abs(extra_cost))} {change.currency} {'more' if extra_cost > 0 else 'less'}" if extra_cost else ""
     )
-    end = f"{duration(change.seconds_left)} to the end, not {duration(change.seconds_left_before)}{price}"
+    end = f"{format_duration(change.seconds_left)} to the end, not {format_duration(change.seconds_left_before)}{price}"
     ends = [", ".join(sentences)] * bool(sentences) + [end] * (change.seconds_left is not None)
     position = f"{since}, {change.samples} samples"
     return (

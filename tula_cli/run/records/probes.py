@@ -149,7 +149,7 @@ class Measured(Record):
         step = sum(self.step_times) / len(self.step_times)
         configuration_text = words.configuration(self.nodes, self.batch, self.local_batch)
         pace = f"{words.number(1000 * step)} ms a step, {words.number(self.batch / step)} samples/s"
-        return words.stamped(f"measured {configuration_text}: {pace}, {words.amount(self.memory.peak)} a GPU")
+        return words.stamp_line(f"measured {configuration_text}: {pace}, {words.format_bytes(self.memory.peak)} a GPU")
 
 
 class OutOfMemory(Record):

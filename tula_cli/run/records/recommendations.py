@@ -131,7 +131,7 @@ class Caveats:
     """
 
     def __init__(self, choice: Prediction, steps: Iterable[tuple[str, int, int, int, float]]) -> None:
-        self._choice, self._intervals = choice, _intervals(choice)
+        self._choice, self._intervals = choice, _quantity_intervals(choice)
         self._fewest: dict[tuple[str, str, int], tuple[int, float]] = {}  # nodes, samples a second of each node
         for type_, nodes, batch, local_batch, step_time in steps:
             for key in (type_, "batch", batch), (type_, "local batch", local_batch):
@@ -145,9 +145,13 @@ class Caveats:
     def caveats_of(self, row: Prediction) -> tuple[str, ...]:
         """Return the caveats of a configuration, by the keys of `CAVEATS`."""
         names = ["wide_interval"] * is_too_wide(row.hours_low, row.hours_high)
-        if _configuration(row) != _configuration(self._choice):
-            intervals = _intervals(row)
-            names += [f"{name}_within_noise" for name in intervals if _overlap(intervals[name], self._intervals[name])]
+        if _configuration_fields(row) != _configuration_fields(self._choice):
+            intervals = _quantity_intervals(row)
+            names += [
+                f"{name}_within_noise"
+                for name in intervals
+                if _intervals_overlap(intervals[name], self._intervals[name])
+            ]
         return (*names, *["efficiency_above_110"] * (self.efficiency(row) > HIGHEST_EFFICIENCY))
 
     def efficiency(self, row: Prediction) -> float:
@@ -174,7 +178,7 @@ def caveat_kind(name: str) -> str:
 Interval = tuple[float | None, float | None]
 
 
-def _intervals(row: Prediction) -> dict[str, Interval]:
+def _quantity_intervals(row: Prediction) -> dict[str, Interval]:
     """Return the 90 % interval of each quantity of a configuration; cost is as uncertain as time is."""
     low, high = row.hours_low, row.hours_high
     cost = row.cost / row.hours if row.hours else 0.0
@@ -187,13 +191,13 @@ def _intervals(row: Prediction) -> dict[str, Interval]:
     }
 
 
-def _overlap(a: Interval, b: Interval) -> bool:
+def _intervals_overlap(a: Interval, b: Interval) -> bool:
     if a[0] is None or a[1] is None or b[0] is None or b[1] is None:
         return False
     return a[0] <= b[1] and b[0] <= a[1]
 
 
-def _configuration(row: Prediction) -> tuple[str, int, int, str]:
+def _configuration_fields(row: Prediction) -> tuple[str, int, int, str]:
     return row.type, row.nodes, row.batch, row.market
 
 

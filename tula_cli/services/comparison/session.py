@@ -210,7 +210,7 @@ def _train(
             tried |= {cell.signature for cell in plan.missing}
             plan = trainings.advance_plan(run, plan, tried)
     except KeyboardInterrupt:
-        hint = f"the same command attaches to it and goes on; tula cancel {words.near(run.path)} ends it"
+        hint = f"the same command attaches to it and goes on; tula cancel {words.relative_path(run.path)} ends it"
         message = "interrupted; what is trained stays, and what runs goes on"
         raise wait_policy.interruption([(part, launcher)], hint=hint, message=message) from None
 

@@ -244,7 +244,7 @@ def _follow_looks(
         if last:
             yield from (WarningEvent(damage) for part in parts for damage in part.run.read().training_warnings)
             return
-        if now - last_word >= words.pause(now - began):
+        if now - last_word >= words.log_pause(now - began):
             last_word = now
             yield Note(_describe_counts(targets))
         _sleep_until(min(target.again for target in targets), stop, sleep)

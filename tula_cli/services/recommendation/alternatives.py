@@ -12,7 +12,7 @@ from tula_cli.models.ramp.stage_nodes import nodes_named_by_stages
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.recommendations import Beside, Fallback, Prediction
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import duration, number, plural
+from tula_cli.words import format_duration, number, plural
 
 
 def ramp_alternatives(forecast: Forecast, choice: Prediction) -> tuple[Beside, ...]:
@@ -88,7 +88,7 @@ def _predict_batch(forecast: Forecast, choice: Prediction, batch: int) -> Predic
 def describe_alternatives(alternatives: tuple[Beside, ...]) -> str:
     """Say it in words: hours, node-hours of each."""
     descriptions = [
-        f"{alternative.what} (batch {alternative.batch} on {plural(alternative.nodes)}) {duration(3600 * alternative.hours)}, {number(alternative.node_hours)} node-h"
+        f"{alternative.what} (batch {alternative.batch} on {plural(alternative.nodes)}) {format_duration(3600 * alternative.hours)}, {number(alternative.node_hours)} node-h"
         for alternative in alternatives
     ]
     return "; ".join(descriptions)
@@ -106,7 +106,12 @@ def describe_decay_savings(spec: JobSpec, alternatives: tuple[Beside, ...]) -> s
         f"{after} instead of {reference_value} ({100 * (new / old - 1):+.0f} %)"
         for after, reference_value, new, old in (
             (f"{chosen.steps} steps", str(reference.steps), chosen.steps or 0, reference.steps or 1),
-            (duration(3600 * chosen.hours), duration(3600 * reference.hours), chosen.hours, reference.hours),
+            (
+                format_duration(3600 * chosen.hours),
+                format_duration(3600 * reference.hours),
+                chosen.hours,
+                reference.hours,
+            ),
             (f"{number(chosen.cost)} {spec.pricing.currency}", number(reference.cost), chosen.cost, reference.cost),
         )
     ]

@@ -10,7 +10,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.spec.sections import MEMORY_MARGIN
-from tula_cli.words import duration, is_too_wide, plural
+from tula_cli.words import format_duration, is_too_wide, plural
 
 _MAX_REASONS = 5  # for which configurations are left out that are told one by one
 _MAX_DISAGREEMENT = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
@@ -96,8 +96,8 @@ def _warn_wide_interval(chosen: Prediction) -> list[str]:
     if low is None or high is None or not is_too_wide(low, high):
         return []
     return [
-        f"the time of the choice is too uncertain to decide by: its 90 % interval is {duration(3600 * max(low, 0.0))} to"
-        f" {duration(3600 * high)}; probe longer or more (search.min_seconds, search.strategy: full) and recommend again"
+        f"the time of the choice is too uncertain to decide by: its 90 % interval is {format_duration(3600 * max(low, 0.0))} to"
+        f" {format_duration(3600 * high)}; probe longer or more (search.min_seconds, search.strategy: full) and recommend again"
     ]
 
 

@@ -21,7 +21,7 @@ from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.recommendation.doubts import Results
 from tula_cli.spec.signature import train_signature
-from tula_cli.words import near, plural
+from tula_cli.words import plural, relative_path
 
 MIN_ROWS = 5
 """Rows of steps, of a second each, from which on a pace is known."""
@@ -265,5 +265,5 @@ def require_stopped(run: RunDir, task: TrainTask) -> None:
     if newest is not None and task.attempt > newest.attempt:
         raise SchedulerError(
             f"training {task.signature} is under way on {plural(newest.nodes)} at batch {newest.batch}",
-            f"tula cancel {near(run.path)} has it save and end; then the same command goes on from there",
+            f"tula cancel {relative_path(run.path)} has it save and end; then the same command goes on from there",
         )

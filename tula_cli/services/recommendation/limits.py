@@ -12,7 +12,7 @@ from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.models.choice.offers import Offers
 from tula_cli.plugins import nearest
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import duration, plural
+from tula_cli.words import format_duration, plural
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Limits:
     def _deadline(self) -> str:
         """The deadline as it was given, and in the unit in which times are told."""
         hours = self.deadline_hours or 0.0
-        duration_text = duration(3600 * hours)
+        duration_text = format_duration(3600 * hours)
         return f"{hours:g} h" if duration_text.endswith(" h") else f"{hours:g} h ({duration_text})"
 
     @property
@@ -128,6 +128,6 @@ class _Bound:
 def describe_limits(row: Prediction, currency: str) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
-        f"{plural(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {duration(3600 * row.hours)},"
+        f"{plural(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {format_duration(3600 * row.hours)},"
         f" {row.cost:.4g} {currency}"
     )

@@ -20,7 +20,7 @@ from tula_cli.services.allowed_nodes import describe_bins
 from tula_cli.services.recommendation.limits import Limits, describe_limits
 from tula_cli.services.recommendation.measured import TypeMeasurements, trained_epochs
 from tula_cli.spec.slurm_options import Slurm
-from tula_cli.words import duration, number, plural
+from tula_cli.words import format_duration, number, plural
 
 MAX_ROWS_LISTED = 40
 """Configurations that are all listed unasked."""
@@ -151,7 +151,7 @@ def within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offer
     spec = next(measurements_.part.spec for measurements_ in measurements if measurements_.type == fastest.type)
     raise Infeasible(
         f"no configuration can be trained within the site's bins of wall time (cluster.slurm.limits: {describe_bins(spec)}): the"
-        f" fastest takes {duration(3600 * fastest.hours)} on {plural(fastest.nodes)}, and a training has at most {LINKS} jobs",
+        f" fastest takes {format_duration(3600 * fastest.hours)} on {plural(fastest.nodes)}, and a training has at most {LINKS} jobs",
         "search numbers of nodes with longer bins, or train fewer epochs",
     )
 
@@ -185,5 +185,5 @@ def describe_chain(choice: Prediction, measurements: TypeMeasurements) -> str:
     limit_text = "" if slurm.minutes >= most else f", and cluster.slurm.minutes asks for {slurm.minutes}"
     return (
         f"; a chain of {jobs} jobs of {limit} min: {allowed}{limit_text}; their further starts, saves and ends add some"
-        f" {duration(60 * (jobs - 1) * restart_minutes)}, which is not in the time above"
+        f" {format_duration(60 * (jobs - 1) * restart_minutes)}, which is not in the time above"
     )

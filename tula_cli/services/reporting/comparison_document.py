@@ -29,7 +29,7 @@ from tula_cli.services.reporting.figures import (
 )
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.version import __version__
-from tula_cli.words import method_label, moment, plural
+from tula_cli.words import format_moment, method_label, plural
 
 # --- Sections
 
@@ -61,7 +61,7 @@ def comparison_document(
         f"{spec.name}: comparison",
         question,
         report.answer,
-        f"{moment(at)}, tula {__version__}",
+        f"{format_moment(at)}, tula {__version__}",
         facts,
         tuple(comparison_sections(report, curves)),
     )

@@ -15,7 +15,15 @@ from tula_cli.services.reporting.figures import describe_software, is_priced, ne
 from tula_cli.services.reporting.material import Material, gather_material
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.version import __version__
-from tula_cli.words import amount, configuration, duration, interval_of_hours, moment, number, plural
+from tula_cli.words import (
+    configuration,
+    format_bytes,
+    format_duration,
+    format_moment,
+    interval_of_hours,
+    number,
+    plural,
+)
 
 
 def build_run_report(
@@ -50,7 +58,7 @@ def build_document(material: Material) -> Document:
         sections.gradients_section(material),
         *sections.comparison_sections(material),
     )
-    made_by = f"{moment(material.at)}, tula {__version__}"
+    made_by = f"{format_moment(material.at)}, tula {__version__}"
     return Document(
         material.spec.name,
         _describe_question(material),
@@ -70,7 +78,7 @@ def _describe_question(material: Material) -> str:
         {part_material.part.type for part_material in material.own_parts if part_material.part.type is not None}
     )
     of_types = f" of types {', '.join(types)}" if types else ""
-    asked_at = "" if material.kept is None else f", asked {moment(material.kept.created_at)}"
+    asked_at = "" if material.kept is None else f", asked {format_moment(material.kept.created_at)}"
     by = "" if recommendation is None else f" (by {recommendation.criteria}{asked_at})"
     return f"On how many of {counts}{of_types}, and with what batch, is {describe_training_job(spec)} trained for {train_length(spec)}{by}?"
 
@@ -88,10 +96,10 @@ def _describe_answer(material: Material) -> str:
         if end is None:
             sentences.append(f"Training {training.task.signature}: {training.state}.")
             continue
-        predicted = "" if end.predicted_hours is None else f" (predicted {duration(3600 * end.predicted_hours)})"
+        predicted = "" if end.predicted_hours is None else f" (predicted {format_duration(3600 * end.predicted_hours)})"
         best = f", best top-1 {number(end.best_top1, 4)} %" if "top1" in end.metrics else ""
         sentences.append(
-            f"Trained on {plural(end.nodes)} at batch {end.batch}: {duration(3600 * end.actual_hours)}{predicted},"
+            f"Trained on {plural(end.nodes)} at batch {end.batch}: {format_duration(3600 * end.actual_hours)}{predicted},"
             f" {number(end.actual_cost)} {end.currency}{best}."
         )
     return " ".join(sentences)
@@ -104,7 +112,7 @@ def _describe_choice(choice: Prediction, currency: str) -> str:
     configuration_text = configuration(choice.nodes, choice.batch, choice.local_batch)
     cost = f", {number(choice.cost)} {currency}" if is_priced([choice], currency) else ""
     hours = f"{number(choice.all_node_hours)} node-hours"
-    return f"{configuration_text}{kind}{on_spot}: {duration(3600 * choice.hours)}{interval}, {hours}{cost}"
+    return f"{configuration_text}{kind}{on_spot}: {format_duration(3600 * choice.hours)}{interval}, {hours}{cost}"
 
 
 def _run_facts(material: Material) -> Iterator[Fact]:
@@ -118,8 +126,10 @@ def _run_facts(material: Material) -> Iterator[Fact]:
             yield Fact(f"{prefix}software", describe_software(probes[-1].environment.model_dump()))
             yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} samples to train on")
             dates = sorted(probe.measured_at for probe in probes)
-            until_text = f" to {moment(dates[-1])}" if moment(dates[-1]) != moment(dates[0]) else ""
-            yield Fact(f"{prefix}measured", f"{moment(dates[0])}{until_text}, {plural(len(probes), 'probe')}")
+            until_text = (
+                f" to {format_moment(dates[-1])}" if format_moment(dates[-1]) != format_moment(dates[0]) else ""
+            )
+            yield Fact(f"{prefix}measured", f"{format_moment(dates[0])}{until_text}, {plural(len(probes), 'probe')}")
         yield Fact(f"{prefix}price", describe_price(part_material.part.spec.pricing))
     if (code := _code_fact(material)) is not None:
         yield code
@@ -149,7 +159,7 @@ def _describe_hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
     device = "GPU" if probes[0].environment.device != "cpu" else "process"
     nodes = sorted({probe.nodes for probe in probes})
     capacity = next((probe.capacity for probe in probes if probe.capacity is not None), None)
-    per_gpu = "" if capacity is None else f" of {amount(capacity)}"
+    per_gpu = "" if capacity is None else f" of {format_bytes(capacity)}"
     many = f"{gpus_per_node} {device}{'' if gpus_per_node == 1 else 'es' if device == 'process' else 's'} a node"
     return f"{', '.join(names)}{per_gpu}; {many}, measured on {', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}"
 

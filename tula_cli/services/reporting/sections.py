@@ -48,13 +48,13 @@ from tula_cli.services.search import STRATEGIES, group_by_nodes
 from tula_cli.spec.sections import MEMORY_MARGIN
 from tula_cli.words import (
     configuration,
-    duration,
     first_line,
+    format_duration,
+    format_moment,
+    format_percent,
     interval_of_hours,
     is_too_wide,
-    moment,
     number,
-    percent,
     plural,
     time_unit,
 )
@@ -91,7 +91,7 @@ def choice_section(material: Material) -> Section:
 
 
 def _describe_time(row: Prediction) -> str:
-    return f"{duration(3600 * row.hours)}{interval_of_hours(row.hours_low, row.hours_high)}"
+    return f"{format_duration(3600 * row.hours)}{interval_of_hours(row.hours_low, row.hours_high)}"
 
 
 def _extra_sentences(material: Material, recommendation: Recommendation) -> Iterator[str]:
@@ -108,17 +108,17 @@ def _extra_sentences(material: Material, recommendation: Recommendation) -> Iter
     )
     if progress is not None:
         yield (
-            f"To the progress of the small batch: {number(progress.epochs)} epochs, {duration(3600 * progress.hours)}"
+            f"To the progress of the small batch: {number(progress.epochs)} epochs, {format_duration(3600 * progress.hours)}"
             f"{interval_of_hours(progress.hours_low, progress.hours_high)}, {number(progress.cost)} {recommendation.currency}."
         )
     if other_market is not None:
         market = "on spot nodes" if other_market.market == "spot" else "on demand"
-        yield f"The same {market}: {duration(3600 * other_market.hours)}, {number(other_market.cost)} {recommendation.currency}."
+        yield f"The same {market}: {format_duration(3600 * other_market.hours)}, {number(other_market.cost)} {recommendation.currency}."
     if fallback is not None:
         yield (
             f"After an out-of-memory it goes on with batch {fallback.batch} as micro-batch {fallback.micro_batch} x"
             f" {fallback.micro_batches}: a step {number(1000 * fallback.step_time)} ms,"
-            f" {duration(3600 * fallback.hours)} in all ({fallback.basis})."
+            f" {format_duration(3600 * fallback.hours)} in all ({fallback.basis})."
         )
     if accuracy is not None:
         yield f"Accuracy: it {accuracy.words}."
@@ -1106,7 +1106,7 @@ def _describe_training(training: TrainingMaterial) -> Iterator[str]:
         yield f"Training {task.signature}{others_text}, {where}, {batch}: {training.state}{_describe_progress(training)}."
     else:
         changed = f" (started with {end.start_batch})" if end.batch != end.start_batch else ""
-        yield f"Training {task.signature}{others_text}, {where}, batch {end.batch}{changed}: done in {duration(3600 * end.actual_hours)}."
+        yield f"Training {task.signature}{others_text}, {where}, batch {end.batch}{changed}: done in {format_duration(3600 * end.actual_hours)}."
         if end.ended:
             yield f"It ended {end.ended} (train.early_stopping); what is predicted is for the epochs that it took."
     for cause in end.causes if end is not None else ():
@@ -1121,7 +1121,7 @@ def _describe_progress(training: TrainingMaterial) -> str:
     epochs = (
         f", epoch {training_status.epoch:.2f} of {training_status.epochs}" if training_status.epochs is not None else ""
     )
-    remaining_text = f", {duration(training_status.eta)} left" if training_status.eta is not None else ""
+    remaining_text = f", {format_duration(training_status.eta)} left" if training_status.eta is not None else ""
     return f"{epochs}, {training_status.samples} samples{remaining_text}"
 
 
@@ -1187,7 +1187,7 @@ def _predicted_against_actual(training: TrainingMaterial, end: Summary) -> Table
         predicted_value, actual_value = (None if value is None else value * factor for value in (predicted, actual))
         rows.append((name, unit_, predicted_value, actual_value, error))
     columns = (Column("", align="left"), Column("unit", align="left"), Column("predicted", digits=3), Column("actual", digits=3), Column("error", "%", digits=3))  # fmt: skip
-    counted = "" if end.counted is None else f" Energy was counted over {percent(end.counted)} % of the time."
+    counted = "" if end.counted is None else f" Energy was counted over {format_percent(end.counted)} % of the time."
     caption = f"Errors are those of the prediction, as shares of the actual value.{counted}"
     return Table(f"predicted_actual{_figure_suffix(training)}", "Predicted and actual", columns, tuple(rows), caption)
 
@@ -1211,7 +1211,7 @@ def _attempts_table(training: TrainingMaterial) -> Table:
     columns = (Column("attempt", align="left"), Column("started", align="left"), Column("took", unit, digits=3), Column("nodes"),
                Column("batch"), Column("from sample"), Column("ended", align="left"), Column("because", align="left"))  # fmt: skip
     rows = tuple(
-        (f"{attempt.task} no. {attempt.number}", moment(attempt.started_at), seconds / divisor,
+        (f"{attempt.task} no. {attempt.number}", format_moment(attempt.started_at), seconds / divisor,
          tasks[attempt.task].nodes if attempt.task in tasks else None, tasks[attempt.task].batch if attempt.task in tasks else None,
          attempt.samples, attempt.outcome or "open", first_line(attempt.message))
         for attempt, seconds in zip(training.attempts, took, strict=True)
@@ -1387,7 +1387,7 @@ def _scaling_facts(training: TrainingMaterial) -> Iterator[Fact]:
     mean, scaled = (value_of(ags_row.get("so_far", ags_row), name) for name in ("mean", "scaled"))
     scope = " of the last epoch" if training.task.spec.script is None else ""
     if mean is not None and scaled is not None:
-        yield Fact("scaling", f"factor {number(mean, 3)} in {percent(scaled)} % of the steps{scope}")
+        yield Fact("scaling", f"factor {number(mean, 3)} in {format_percent(scaled)} % of the steps{scope}")
 
 
 def _why_no_gradients(training: TrainingMaterial) -> str:

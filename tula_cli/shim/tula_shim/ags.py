@@ -16,8 +16,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
 
 from .failing import write_failure
-from .optimizers import elements, full_name, parameters
-from .ranks import world
+from .optimizers import elements_of, full_name, parameters_of
+from .ranks import world_size
 
 if TYPE_CHECKING:
     from .ddp_split import DdpSplit
@@ -98,9 +98,9 @@ class AgsSteps:
             return
         if not hasattr(optimizer, "register_step_post_hook"):
             self.fail(f"{full_name(optimizer)} is no optimizer of torch")
-        if world() > 1 and all(getattr(model, "_orig_mod", model) is not module for module in self.split.alive()):
+        if world_size() > 1 and all(getattr(model, "_orig_mod", model) is not module for module in self.split.alive()):
             self.fail(
-                f"tula_hooks.wrap was given {full_name(model)} on {world()} ranks: give it the model as"
+                f"tula_hooks.wrap was given {full_name(model)} on {world_size()} ranks: give it the model as"
                 " DistributedDataParallel has wrapped it"
             )
         self.bind(optimizer, model)
@@ -109,13 +109,15 @@ class AgsSteps:
         modules = self.split.alive()
         if not modules:
             return None
-        model = max(modules, key=_size)
+        model = max(modules, key=_count_elements)
         ids = {id(parameter) for parameter in model.parameters()}
         optimizers = [
-            optimizer for optimizer in self._alive() if any(id(parameter) in ids for parameter in parameters(optimizer))
+            optimizer
+            for optimizer in self._alive()
+            if any(id(parameter) in ids for parameter in parameters_of(optimizer))
         ]
         return (
-            (max(optimizers, key=elements), model) if optimizers else None
+            (max(optimizers, key=elements_of), model) if optimizers else None
         )  # the first of equals: the same on all ranks
 
     def _alive(self) -> list[Any]:
@@ -131,7 +133,7 @@ class AgsSteps:
         Raises:
             CannotScaleError: they cannot be scaled.
         """
-        if why := unsupported() or self._taken_hook(model):
+        if why := explain_unsupported() or self._taken_hook(model):
             self.fail(why)
         sys.path.append(self.settings["code"])  # not removed: parts of it are imported late
         dividing = importlib.import_module(f"{PACKAGE}.presets").DIVIDING
@@ -156,14 +158,14 @@ class AgsSteps:
 
     def _note_others(self, base: Any, model: Any) -> None:
         """Say which parameters, of this model and of others (a GAN has two), other optimizers train, unscaled."""
-        scaled, module = {id(parameter) for parameter in parameters(base)}, getattr(model, "module", model)
+        scaled, module = {id(parameter) for parameter in parameters_of(base)}, getattr(model, "module", model)
         counts = [
-            (optimizer, sum(int(p.numel()) for p in parameters(optimizer) if id(p) not in scaled))
+            (optimizer, sum(int(p.numel()) for p in parameters_of(optimizer) if id(p) not in scaled))
             for optimizer in self._alive()
         ]
         others = [f"{full_name(optimizer)} ({count} numbers)" for optimizer, count in counts if count]
         if others:
-            name, size = type(module).__qualname__, elements(base)
+            name, size = type(module).__qualname__, elements_of(base)
             words = f"AGS scales what {full_name(base)} trains ({size} numbers), the largest optimizer of the largest model ({name})"
             self.notes.append(f"{words}; not scaled is what {', '.join(others)} trains")
 
@@ -218,7 +220,7 @@ class AgsSteps:
             return None
         from torch import no_grad
 
-        changed = evaluated(args, kwargs)
+        changed = evaluate_closure(args, kwargs)
         if self.tula is None:  # nothing has been backward
             return changed
         self._check_loop()
@@ -273,7 +275,7 @@ class AgsSteps:
             self._without += 1
             if self._without >= PATIENCE:
                 self.fail(self._missing())
-        elif optimizer is not self.tula and elements(optimizer) >= elements(self.tula.base):
+        elif optimizer is not self.tula and elements_of(optimizer) >= elements_of(self.tula.base):
             self._without += 1
             if self._without > (MOST_WITHOUT if self._taken else COUNTED):
                 self.fail(f"the script trains with another optimizer, {full_name(optimizer)}")
@@ -281,7 +283,7 @@ class AgsSteps:
     def _missing(self) -> str:
         if self.split.alive():
             return "no optimizer was made of the parameters of the script's DistributedDataParallel"
-        ranks = world()
+        ranks = world_size()
         if ranks == 1:
             return _ALONE
         return (
@@ -375,7 +377,7 @@ _ALONE = (
 _OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset robust does without"
 
 
-def unsupported(what: str = "AGS") -> str:
+def explain_unsupported(what: str = "AGS") -> str:
     """Return why the library cannot be imported here; empty where it can."""
     torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
     torch_version = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
@@ -391,11 +393,11 @@ def takes_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
     return not names & dividing and any("SGD" in name for name in names)
 
 
-def _size(module: Any) -> int:
+def _count_elements(module: Any) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def evaluated(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def evaluate_closure(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Evaluate the closure of an optimizer's step; return what the step is called with instead, None without a closure."""
     from torch import enable_grad
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from .install import recorder, tick
+from .install import count_step, get_recorder
 from .optimizers import full_name, learning_rate
 from .stopping import insist, stop
 
@@ -13,7 +13,7 @@ def wrap(optimizer: Any, model: Any = None) -> Any:
     """Take note of an optimizer, torch's or not, and of the parameters of the model; return it. Methods ags and ortho act on it."""
     counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
     facts = {"name": full_name(optimizer), "elements": sum(counted) if counted is not None else None}
-    mine = recorder()
+    mine = get_recorder()
     mine.optimizers.declared = facts
     for steps in (mine.ags, mine.ortho):
         if steps is not None:
@@ -23,14 +23,14 @@ def wrap(optimizer: Any, model: Any = None) -> Any:
 
 def small_batch(loss: Callable[[int], Any]) -> None:
     """Give AGS the loss on some samples, from which it takes the small batch's gradient where it wants one."""
-    mine = recorder()
+    mine = get_recorder()
     if mine.ags is not None:
         mine.ags.offer(loss)
 
 
 def step(samples: float | None, loss: Any, lr: Any) -> None:
     """Take note of a step. The first call makes the loop the clock: torch's optimizers no longer are."""
-    mine = recorder()
+    mine = get_recorder()
     if mine.over:
         insist(mine)
         return
@@ -38,7 +38,7 @@ def step(samples: float | None, loss: Any, lr: Any) -> None:
         mine.restart(by_hand=True)
     if lr is None:
         lr = learning_rate(mine.optimizers.clock)
-    tick(mine, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
+    count_step(mine, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
     obey(mine)
 
 
@@ -50,17 +50,17 @@ def obey(mine: Any) -> None:
 
 def on_save(callback: Callable[[str], object]) -> None:
     """Keep what saves the training; it is called with a path, on all ranks, after a step."""
-    recorder().requests.callback = callback
+    get_recorder().requests.callback = callback
 
 
 def asked() -> str:
     """Return "save" or "stop" where that was asked for after the step that is over, else ""."""
-    return recorder().asked_to
+    return get_recorder().asked_to
 
 
 def saved(path: str) -> None:
     """Tell that what `asked` asked for is done, and where the checkpoint is."""
-    mine = recorder()
+    mine = get_recorder()
     mine.requests.saved(mine.step, mine.samples(), mine.rank, path=path)
     _after_save(mine)
 

@@ -22,7 +22,7 @@ _recorders: list[Recorder] = []
 """The one of this process, once it is wanted."""
 
 
-def recorder() -> Recorder:
+def get_recorder() -> Recorder:
     """Return the recorder of this process, made at the first call.
 
     Raises:
@@ -32,11 +32,11 @@ def recorder() -> Recorder:
         made = Recorder(read_plan())
         _recorders.append(made)
         failing.listen(made.plan, lambda: made.step)
-        atexit.register(ended, made)
+        atexit.register(write_at_exit, made)
         os.register_at_fork(after_in_child=made.forget)
         # A forked child of multiprocessing leaves by os._exit: what atexit knows is not called.
         multiprocessing.util.register_after_fork(
-            made, lambda its: multiprocessing.util.Finalize(None, ended, (its,), exitpriority=0)
+            made, lambda its: multiprocessing.util.Finalize(None, write_at_exit, (its,), exitpriority=0)
         )
     return _recorders[0]
 
@@ -50,7 +50,7 @@ def install() -> None:
     if _recorders and _recorders[0].hooked:
         return
     try:
-        mine = recorder()
+        mine = get_recorder()
     except PlanError as error:
         sys.exit(str(error))
     mine.hooked = True
@@ -63,11 +63,11 @@ def install() -> None:
     _hook_optimizers(mine)
     _hook_backward(mine)
     _hook_gaps(mine)
-    batches.listen(_counting(mine), lambda: mine.disturbed(EPOCH))
+    batches.listen(_make_counter(mine), lambda: mine.disturbed(EPOCH))
     ddp_split.listen(lambda: mine.split)
 
 
-def _counting(mine: Recorder) -> Callable[[], Delivered | None]:
+def _make_counter(mine: Recorder) -> Callable[[], Delivered | None]:
     """Return what tells where a batch that comes now is counted: nowhere in an evaluation, for nobody trains on it."""
     from torch import is_grad_enabled
 
@@ -103,12 +103,12 @@ def _hook_optimizers(mine: Recorder) -> None:
             return
         if clock is None and mine.step <= mine.plan.warmup:
             mine.restart()
-        tick(mine, lr=learning_rate(optimizer))
+        count_step(mine, lr=learning_rate(optimizer))
 
     register_optimizer_step_post_hook(stepped)
 
 
-def tick(mine: Recorder, *, lr: Any, samples: float | None = None, loss: Any = None) -> None:
+def count_step(mine: Recorder, *, lr: Any, samples: float | None = None, loss: Any = None) -> None:
     """Take note of a step, and stop where the plan is done.
 
     An error of the shim's own ends a probe, which would be worth nothing; a training goes on without the shim.
@@ -187,7 +187,7 @@ def _hook_gaps(mine: Recorder) -> None:
     torch.save = saving
 
 
-def ended(mine: Recorder) -> None:
+def write_at_exit(mine: Recorder) -> None:
     """Write what was seen, where the script ended before the plan did."""
     if mine.step and not mine.over:
         write_result(mine, "ended")

@@ -28,7 +28,7 @@ class Optimizers:
         if place is None:
             place = self._places[id(optimizer)] = len(self.seen)
             self._stepping.append(weakref.ref(optimizer))
-            self.seen.append({"name": full_name(optimizer), "elements": elements(optimizer)})
+            self.seen.append({"name": full_name(optimizer), "elements": elements_of(optimizer)})
         entry = self.seen[place]
         if entry["elements"] <= self._largest:
             return self.clock is optimizer
@@ -50,7 +50,7 @@ class Optimizers:
         optimizers = [optimizer for reference in self._stepping if (optimizer := reference()) is not None]
         if not optimizers:
             return
-        trained = list({id(p): p for optimizer in optimizers for p in parameters(optimizer)}.values())
+        trained = list({id(p): p for optimizer in optimizers for p in parameters_of(optimizer)}.values())
         entries = [entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)]
         states = [value for entry in entries for value in entry.values()]
         self.bytes = {
@@ -64,14 +64,14 @@ def full_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def parameters(optimizer: Any) -> Iterable[Any]:
+def parameters_of(optimizer: Any) -> Iterable[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def elements(optimizer: Any) -> int:
+def elements_of(optimizer: Any) -> int:
     """Return how many numbers an optimizer trains, over all ranks where parameters are sharded as DTensors."""
-    return sum(int(parameter.numel()) for parameter in parameters(optimizer))
+    return sum(int(parameter.numel()) for parameter in parameters_of(optimizer))
 
 
 def learning_rate(optimizer: Any) -> Any:

@@ -14,9 +14,9 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Iterator, NoReturn
 
-from .ags import INSTEAD, PACKAGE, evaluated, unsupported
+from .ags import INSTEAD, PACKAGE, evaluate_closure, explain_unsupported
 from .failing import write_failure
-from .optimizers import full_name, parameters
+from .optimizers import full_name, parameters_of
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -89,7 +89,7 @@ class OrthoSteps:
             return None
         from torch import no_grad
 
-        changed = evaluated(args, kwargs)
+        changed = evaluate_closure(args, kwargs)
         self._set_beta2(optimizer)
         self._open = (optimizer, ortho.around_base_step())
         with no_grad():
@@ -117,7 +117,7 @@ class OrthoSteps:
         Raises:
             CannotOrthogonaliseError: it cannot be done, or no optimizer of the script has a matrix.
         """
-        count = sum(1 for _ in parameters(optimizer))
+        count = sum(1 for _ in parameters_of(optimizer))
         known = self._wrapped.get(optimizer)
         if known is None or known[0] != count:
             known = self._wrapped[optimizer] = (count, self._made(optimizer))
@@ -128,7 +128,7 @@ class OrthoSteps:
 
     def _made(self, optimizer: Any) -> Any | None:
         assert self.plan.ortho is not None
-        if why := unsupported("method ortho"):
+        if why := explain_unsupported("method ortho"):
             self.fail(why)
         if self.plan.ortho["code"] not in sys.path:
             sys.path.append(self.plan.ortho["code"])  # not removed: parts of it are imported late
@@ -142,7 +142,7 @@ class OrthoSteps:
         except ValueError as error:
             self.fail(str(error))
         if matrices := ortho.matrices():
-            numbers, total = sum(p.numel() for p in matrices), sum(p.numel() for p in parameters(optimizer))
+            numbers, total = sum(p.numel() for p in matrices), sum(p.numel() for p in parameters_of(optimizer))
             self.notes.append(
                 f"method ortho orthogonalises the updates of {len(matrices)} matrices ({numbers} of {total} numbers) of"
                 f" {full_name(optimizer)}"
@@ -180,7 +180,7 @@ def find_module(optimizer: Any) -> Any:
     """Return the module whose parameters an optimizer updates; of several, or of none, a list of them."""
     from torch import nn
 
-    updated = {id(parameter) for parameter in parameters(optimizer)}
+    updated = {id(parameter) for parameter in parameters_of(optimizer)}
     modules = [
         thing
         for thing in gc.get_objects()

@@ -65,10 +65,10 @@ def read_plan(path: str | None = None) -> Plan:
         raise PlanError(f"tula: the plan {path} cannot be read: {error}") from None
     if not isinstance(given, dict) or given.get("version") != VERSION:
         raise PlanError(f"tula: the plan {path} is not of version {VERSION}: copy the shim of the tula that wrote it")
-    return _checked(path, given)
+    return _check_plan(path, given)
 
 
-def _checked(path: str, given: dict[str, Any]) -> Plan:
+def _check_plan(path: str, given: dict[str, Any]) -> Plan:
     def number(name: str, default: float, least: float) -> float:
         value = given.get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
@@ -105,15 +105,15 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         row=number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),
         checkpoint=str(given.get("checkpoint", "")),
-        ags=_part(path, given, "ags", AGS),
-        ortho=_part(path, given, "ortho", ORTHO),
-        rehearsal=_part(path, given, "rehearsal", REHEARSAL),
+        ags=_part_of_plan(path, given, "ags", AGS),
+        ortho=_part_of_plan(path, given, "ortho", ORTHO),
+        rehearsal=_part_of_plan(path, given, "rehearsal", REHEARSAL),
         schedule=bool(given.get("schedule", False)),
         files=given.get("files"),
     )
 
 
-def _part(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict[str, Any] | None:
+def _part_of_plan(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict[str, Any] | None:
     """Return a part of the plan that is null or has all that it needs."""
     part = given.get(name)
     if part is not None and (not isinstance(part, dict) or needed - part.keys()):
@@ -135,8 +135,8 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8", opener=_private) as file:
-        file.write(json.dumps(_finite(content), allow_nan=False))
+    with open(draft, "w", encoding="utf-8", opener=_open_private) as file:
+        file.write(json.dumps(_finite_or_text(content), allow_nan=False))
         if durable:
             file.flush()
             os.fsync(file.fileno())
@@ -146,20 +146,20 @@ def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> 
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Add a line to a JSONL file; a process that is killed meanwhile leaves half of it, which readers leave out."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", opener=_private) as file:
-        file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+    with open(path, "a", encoding="utf-8", opener=_open_private) as file:
+        file.write(json.dumps(_finite_or_text(row), allow_nan=False) + "\n")
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Open a file that is for this user alone where it is made."""
     return os.open(path, flags, 0o600)
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_text(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(entry) for key, entry in value.items()}
+        return {str(key): _finite_or_text(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [_finite_or_text(entry) for entry in value]
     return value

@@ -17,7 +17,7 @@ def process_group() -> Any | None:
     return distributed
 
 
-def backend() -> str:
+def backend_name() -> str:
     """Return what the process group talks through; empty without one."""
     group = process_group()
     return "" if group is None else str(group.get_backend())
@@ -34,7 +34,7 @@ def own_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     return None
 
 
-def world(*, by_hand: bool = False, environment: Mapping[str, str] = os.environ) -> int:
+def world_size(*, by_hand: bool = False, environment: Mapping[str, str] = os.environ) -> int:
     """Return how many ranks share a step.
 
     Without a process group that is 1, whatever WORLD_SIZE says, unless the loop told its steps `by_hand`: it may reduce

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from . import clocks
 from .ags import AgsSteps
 from .batches import Delivered
-from .clocks import HostClock, Mark, clock, peak, process_age, reset_peak
+from .clocks import HostClock, Mark, make_clock, peak_memory, process_age, reset_peak
 from .ddp_split import DdpSplit
 from .file_changes import Files
 from .optimizers import Optimizers, Schedule, base_learning_rate
 from .ortho import OrthoSteps
 from .plan import Plan
-from .ranks import NoStoreError, agree, backend, own_rank, world
+from .ranks import NoStoreError, agree, backend_name, own_rank, world_size
 from .supervision import Killing, Pulse, Requests
 
 WARMUP, TIMED, SYNC, NORMS, LOCAL = "warmup", "timed", "sync", "norms", "local"
@@ -165,9 +165,9 @@ class Recorder:
         return {**scaled, **(self.schedule.report(self.optimizers.clock) if self.plan.schedule else {})}
 
     def _first_step(self) -> None:
-        self.rank, self.world = own_rank() or 0, world(by_hand=self.by_hand)
+        self.rank, self.world = own_rank() or 0, world_size(by_hand=self.by_hand)
         self.startup = process_age()
-        self._clock = clock()
+        self._clock = make_clock()
         if self.files is not None:
             self.files.first_step()
         self.pulse.rank = self.rank
@@ -201,10 +201,10 @@ class Recorder:
         """Enter the phase that begins with the next step, if one does; return True where none is left."""
         done = self.step - self.plan.warmup
         if self.phase == WARMUP and done == 0:
-            self.phase, self.peaks[WARMUP] = TIMED, peak()
+            self.phase, self.peaks[WARMUP] = TIMED, peak_memory()
             reset_peak()
         elif self.phase == TIMED and done == self._timed_steps(done):
-            self.peaks[TIMED] = peak()
+            self.peaks[TIMED] = peak_memory()
             self.optimizers.count_bytes()
             if not self._splits():
                 return True
@@ -276,9 +276,9 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(getattr(torch, "__version__", "")),
         "device": recorder.device,
-        "hardware": clocks.hardware(),
-        "backend": backend(),
-        "capacity": clocks.capacity(),
+        "hardware": clocks.hardware_name(),
+        "backend": backend_name(),
+        "capacity": clocks.device_capacity(),
         "startup": recorder.startup,
         "steps": recorder.step,
         "samples": recorder.samples(),
@@ -286,9 +286,9 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
         "parameters": main["elements"],
         "bytes": optimizers.bytes or None,
         "peak": recorder.peaks,
-        "lr": _lr(recorder),
+        "lr": _learning_rates(recorder),
         "warmup": [recorder.seconds(i.begin, i.end) for i in recorder.intervals.get(WARMUP, ())],
-        "timed": [_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
+        "timed": [_interval_row(recorder, interval) for interval in recorder.intervals.get(TIMED, ())],
         "split": _split(recorder),
         "loader": recorder.delivered.facts.get(recorder.delivered.training or 0),
         "loaders": list(recorder.delivered.facts.values()),
@@ -296,7 +296,7 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
     }
 
 
-def _lr(recorder: Recorder) -> dict[str, float | None] | None:
+def _learning_rates(recorder: Recorder) -> dict[str, float | None] | None:
     """Return the learning rates of the first step, the first timed one and the last one, and that before any scheduler."""
     lrs = [float(lr) for lr in recorder.lrs if lr is not None]
     if not lrs:
@@ -305,7 +305,7 @@ def _lr(recorder: Recorder) -> dict[str, float | None] | None:
     return {"base": base, "first": lrs[0], "timed": lrs[min(recorder.plan.warmup, len(lrs) - 1)], "last": lrs[-1]}
 
 
-def _row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
+def _interval_row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
     delivered = recorder.delivered
     dataset = delivered.trained_on(interval.counts)
     samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
@@ -330,5 +330,5 @@ def _split(recorder: Recorder) -> dict[str, Any] | None:
         "hook": split.hook,
         "sync": [sum(recorder.seconds(*pair) for pair in pairs) for pairs in split.exposed],
         "norms": [[float(local), float(reduced)] for local, reduced in split.norms],
-        "local": [_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local],
+        "local": [_interval_row(recorder, interval) for interval in recorder.intervals.get(LOCAL, ()) if split.local],
     }

@@ -83,7 +83,7 @@ def end_children() -> None:
     """End this process' descendants: data loader workers first, which torch would wait for, then whatever is left."""
     for child in multiprocessing.active_children():
         child.terminate()
-    _end(lambda: [pid for pid in descendants(os.getpid()) if not _cleans(pid)])
+    _end(lambda: [pid for pid in list_descendants(os.getpid()) if not _is_cleaner(pid)])
 
 
 def _end(remaining: Callable[[], list[int]]) -> None:
@@ -93,19 +93,19 @@ def _end(remaining: Callable[[], list[int]]) -> None:
                 os.kill(pid, signal_sent)
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
-            _reap()
+            _reap_children()
             if not remaining():
                 return
             time.sleep(0.01)
 
 
-def _reap() -> None:
+def _reap_children() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Return the processes below `pid`, from /proc; those that have ended and were not waited for do not count."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -122,7 +122,7 @@ def descendants(pid: int) -> list[int]:
     return pids
 
 
-def _cleans(pid: int) -> bool:
+def _is_cleaner(pid: int) -> bool:
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -211,7 +211,7 @@ class Killing:
 
     def _look(self, step: int, samples: float | None, dataset: int | None) -> None:
         """Take note of the newest checkpoint, which holds what was trained up to the step before: a script may save each step."""
-        seen = _newest(str(self.wanted["checkpoint"]))
+        seen = _newest_checkpoint(str(self.wanted["checkpoint"]))
         if seen.changed < self._since:
             return
         before, self._seen = self._seen, seen
@@ -237,7 +237,7 @@ class Killing:
 
     def _changed(self) -> float:
         """Return when a checkpoint was written last (Unix time); 0 where there is none."""
-        return _newest(str(self.wanted["checkpoint"])).changed
+        return _newest_checkpoint(str(self.wanted["checkpoint"])).changed
 
 
 class _Newest(NamedTuple):
@@ -255,11 +255,11 @@ class _Newest(NamedTuple):
         return self.changed > before.changed and os.path.isfile(self.path) and self.size <= before.size  # noqa: PTH113
 
 
-def _newest(pattern: str) -> _Newest:
-    return max((_state(path) for path in glob.iglob(pattern, recursive=True)), default=_Newest())  # noqa: PTH207 - an absolute pattern
+def _newest_checkpoint(pattern: str) -> _Newest:
+    return max((_state_of_path(path) for path in glob.iglob(pattern, recursive=True)), default=_Newest())  # noqa: PTH207 - an absolute pattern
 
 
-def _state(path: str) -> _Newest:
+def _state_of_path(path: str) -> _Newest:
     """Return what there is at a path; of a folder, when its newest file was written."""
     files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
     try:

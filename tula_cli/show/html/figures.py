@@ -773,7 +773,7 @@ _NUMBERS = ("d", "x", "y", "width", "height", "transform", "points")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
-def plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
+def render_plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
     """Return a drawing for a page.
 
     Args:
@@ -788,7 +788,7 @@ def plain(drawn: str, *, prefix: str, title: str, description: str) -> str:
     for element in root.iter():
         _tag_element(element)
         _replace_color(element)
-        _rename(element, names)
+        _rename_ids(element, names)
         for name in _NUMBERS:
             if name in element.attrib:
                 element.set(
@@ -817,18 +817,18 @@ def _strip_metadata(root: ElementTree.Element) -> None:
 def _collect_names(root: ElementTree.Element, prefix: str) -> dict[str, str]:
     """Return new ids for those that something refers to."""
     known = [element.get("id", "") for element in root.iter()]
-    used = {name for element in root.iter() for name in _references(element)}
+    used = {name for element in root.iter() for name in _find_references(element)}
     return {name: f"{prefix}-{place}" for place, name in enumerate(name for name in known if name in used)}
 
 
-def _references(element: ElementTree.Element) -> Iterator[str]:
+def _find_references(element: ElementTree.Element) -> Iterator[str]:
     for name, value in element.attrib.items():
         if name == _HREF:
             yield value.removeprefix("#")
         yield from _REFERENCE.findall(value)
 
 
-def _rename(element: ElementTree.Element, names: dict[str, str]) -> None:
+def _rename_ids(element: ElementTree.Element, names: dict[str, str]) -> None:
     old_id = element.attrib.pop("id", "")
     if old_id in names:
         element.set("id", names[old_id])
@@ -946,7 +946,7 @@ def figure_svg(figure: Figure, *, prefix: str = "", looks: Mapping[str, int] | N
         written = io.StringIO()
         canvas.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix or figure.key) or "figure"
-    return plain(
+    return render_plain(
         written.getvalue(),
         prefix=name,
         title=remove_control_characters(figure.title),

@@ -169,11 +169,11 @@ def _render_contents(sections: tuple[Section, ...]) -> Iterator[str]:
     if len(sections) > 1:
         yield '<nav aria-labelledby="contents"><h2 id="contents">Contents</h2><ul>'
         for place, section in enumerate(sections):
-            yield f'<li><a href="#{_anchor(section, place)}">{escape_text(section.title)}</a></li>'
+            yield f'<li><a href="#{_section_id(section, place)}">{escape_text(section.title)}</a></li>'
         yield "</ul></nav>"
 
 
-def _anchor(section: Section, place: int) -> str:
+def _section_id(section: Section, place: int) -> str:
     """Return the id of a section, which no other has and nothing else on the page."""
     return f"section-{place + 1}-" + re.sub(r"[^a-z0-9]+", "-", section.key.lower()).strip("-")
 
@@ -188,7 +188,7 @@ def _render_facts(facts: tuple[Fact, ...]) -> Iterator[str]:
 
 
 def _render_section(section: Section, place: int, drawn: DrawnFigures) -> Iterator[str]:
-    anchor = _anchor(section, place)
+    anchor = _section_id(section, place)
     yield f'<section id="{anchor}" aria-labelledby="{anchor}-head"><h2 id="{anchor}-head">{escape_text(section.title)}</h2>'
     yield from (f"<p>{escape_text(words)}</p>" for words in section.text)
     if section.missing:

@@ -91,7 +91,7 @@ def _argument_problem(
             f"it takes {', '.join(parameter_names)}" if parameter_names else ""
         )
         return SpecError(f"{path}.{unexpected[1]}: {name} takes no such argument", hint)
-    if _binds(target, *first, **given, **args):
+    if _can_bind(target, *first, **given, **args):
         return None
     missing = _MISSING.search(str(error))
     if missing:
@@ -102,7 +102,7 @@ def _argument_problem(
     )
 
 
-def _binds(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def _can_bind(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     try:
         inspect.signature(target).bind(*args, **kwargs)
     except TypeError:

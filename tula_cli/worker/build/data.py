@@ -33,7 +33,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import text
 from tula_cli.worker.build.batches import Collate, build_collate, collate_items
 from tula_cli.worker.build.construct import accepts_argument, call_with_arguments
-from tula_cli.worker.seeding import seeded, stable_seed
+from tula_cli.worker.seeding import seed_generators, stable_seed
 
 # --- Iterable datasets
 
@@ -88,10 +88,10 @@ class StreamedDataset:
     def _numbered_samples(self, epoch: int, size: int) -> Iterator[tuple[int, Any]]:
         if hasattr(self.samples, "set_epoch"):
             self.samples.set_epoch(epoch)
-        with seeded(self.seed, epoch):
+        with seed_generators(self.seed, epoch):
             stream = iter(self.samples)
         for number in range(size):
-            with seeded(self.seed, epoch, number):
+            with seed_generators(self.seed, epoch, number):
                 try:
                     item = next(stream)
                 except StopIteration:
@@ -161,7 +161,7 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        with seeded(self.seed, epoch, index):
+        with seed_generators(self.seed, epoch, index):
             item = self.samples[index]
         return as_sample(item)
 
@@ -244,7 +244,7 @@ class Position:
         return replace(self, epoch=self.epoch + 1, done=0)
 
 
-def permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:
+def epoch_permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:
     """Return the order of an epoch. Shape (size,), int64."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(stable_seed(seed, epoch)))
 
@@ -282,7 +282,7 @@ class MicroBatchSampler(Sampler[list[Key]]):
     def __iter__(self) -> Iterator[list[Key]]:
         for epoch in range(self.start.epoch, self.epochs):
             user_order = self.own_order(epoch)
-            order = permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
+            order = epoch_permutation(self.size, seed=self.seed, epoch=epoch) if user_order is None else user_order
             for begin, batch in self.steps_of_epoch(epoch):
                 rank_indices = order[begin + self.rank : begin + batch : self.world]
                 for micro_batch in rank_indices.view(self.parts[batch], -1).tolist():
@@ -357,7 +357,7 @@ class UserOrder:
         """
         known_arguments = {"epoch": epoch, "seed": self.seed}
         arguments = {key: value for key, value in known_arguments.items() if accepts_argument(self.target, key)}
-        with seeded(self.seed, _SAMPLER, epoch):
+        with seed_generators(self.seed, _SAMPLER, epoch):
             path = f"dataset.sampler.{self.name}"
             sampler = call_with_arguments(
                 self.target, self.args, path=path, name=self.name, given=arguments, first=(samples,)

@@ -51,7 +51,7 @@ def parameters_matching(model: nn.Module, patterns: Sequence[str], *, path: str)
     kinds = {kind: set(_parameters_of_kind(model, kind)) for kind in KINDS}
     for pattern in patterns:
         plain = pattern.removeprefix("!")
-        if not any(_matches(name, plain, kinds) for name in names):
+        if not any(_matches_pattern(name, plain, kinds) for name in names):
             raise _no_match_error(model, pattern, path)
     return {name: parameter for name, parameter in names.items() if _last_match_includes(name, patterns, kinds)}
 
@@ -65,11 +65,13 @@ KINDS = ("norms", "biases", "embeddings")
 
 
 def _last_match_includes(name: str, patterns: Sequence[str], kinds: dict[str, set[str]]) -> bool:
-    matches = [not pattern.startswith("!") for pattern in patterns if _matches(name, pattern.removeprefix("!"), kinds)]
+    matches = [
+        not pattern.startswith("!") for pattern in patterns if _matches_pattern(name, pattern.removeprefix("!"), kinds)
+    ]
     return bool(matches) and matches[-1]
 
 
-def _matches(name: str, pattern: str, kinds: dict[str, set[str]]) -> bool:
+def _matches_pattern(name: str, pattern: str, kinds: dict[str, set[str]]) -> bool:
     if pattern in kinds:
         return name in kinds[pattern]
     return any(fnmatchcase(name_part, pattern) for name_part in _with_parents(name))
@@ -186,7 +188,7 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
         return trained
     group_index = dict.fromkeys(trained, -1)
     for index, group in enumerate(section.groups):
-        for parameter in parameters_matching(model, group.parameters, path=_path(index)).values():
+        for parameter in parameters_matching(model, group.parameters, path=_parameters_path(index)).values():
             if parameter in group_index:
                 group_index[parameter] = index
     members = {index: [p for p in trained if group_index[p] == index] for index in range(-1, len(section.groups))}
@@ -194,7 +196,7 @@ def _build_groups(section: Optimizer, model: nn.Module) -> Parameters:
         if not members[index]:
             names = ", ".join(group.parameters)
             raise SpecError(
-                f"{_path(index)}: {names} leaves nothing to the group", "all is frozen, or in a later group"
+                f"{_parameters_path(index)}: {names} leaves nothing to the group", "all is frozen, or in a later group"
             )
     ungrouped = [{"params": members[-1]}] if members[-1] else []
     return [*ungrouped, *(_group(section, index, members[index]) for index in range(len(section.groups)))]
@@ -206,7 +208,7 @@ def _group(section: Optimizer, index: int, parameters: list[nn.Parameter]) -> di
     return {"params": parameters, "lr": section.lr * group.lr_factor, **decay}
 
 
-def _path(index: int) -> str:
+def _parameters_path(index: int) -> str:
     return f"optimizer.groups[{index}].parameters"
 
 

@@ -144,7 +144,7 @@ def longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
     """
     if datasets.collate is None:
         return None
-    if len({_shapes(datasets.collate, item) for item in datasets.train.spread_samples(SAMPLES_COMPARED)}) <= 1:
+    if len({_tensor_shapes(datasets.collate, item) for item in datasets.train.spread_samples(SAMPLES_COMPARED)}) <= 1:
         return None
     some = datasets.train.spread_samples(SAMPLES_INSPECTED)
     return max(some, key=lambda item: sum(t.numel() for t in tensors_of(collate_items(datasets.collate, [item])))), len(
@@ -152,7 +152,7 @@ def longest_sample(datasets: Datasets) -> tuple[Any, int] | None:
     )
 
 
-def _shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:
+def _tensor_shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_of(collate_items(collate, [item])))
 
 

@@ -28,7 +28,7 @@ from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Train
-from tula_cli.words import amount, plural
+from tula_cli.words import format_bytes, plural
 from tula_cli.worker.build import finetune, zoo
 from tula_cli.worker.build.batches import (
     ModelCall,
@@ -115,9 +115,11 @@ def describe_gathering(model: nn.Module, train: Train) -> str:
     """Describe what part of a model is gathered at a time (`train.parallel: fsdp`)."""
     blocks, outside_blocks = _block_sizes(model, train)
     if not blocks:
-        return f"shares: the model has no blocks, so that all of its {amount(outside_blocks)} are gathered at once"
+        return (
+            f"shares: the model has no blocks, so that all of its {format_bytes(outside_blocks)} are gathered at once"
+        )
     return (
-        f"shares: {plural(len(blocks), 'block')} of at most {amount(max(blocks))}, gathered one at a time, and {amount(outside_blocks)}"
+        f"shares: {plural(len(blocks), 'block')} of at most {format_bytes(max(blocks))}, gathered one at a time, and {format_bytes(outside_blocks)}"
         " that stay gathered through a step"
     )
 

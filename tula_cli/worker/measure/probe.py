@@ -512,7 +512,7 @@ def measure_probe(
     stream = endless_steps(trainer)
     warmup_times = _warm_up(trainer, stream)
     if why := DivergenceDetector(trainer).describe_divergence(weights=True):
-        raise Diverged(why, failures.advice("diverged"))
+        raise Diverged(why, failures.advise("diverged"))
     if overheads.longest is not None:
         _largest_step(trainer, overheads.longest)
     meter.restart_after_warmup()

@@ -66,7 +66,7 @@ def save_sharded(
         ) from error
     _run_on_first_rank(lambda: write_atomic(draft / REST_FILE, _serialize(content)), folder, ranks)
     files = sorted(path.name for path in draft.iterdir()) if ranks.is_first else []
-    sums = _checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
+    sums = _file_checksums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
     if lost := [name for name, total in sums.items() if total < 0]:
         raise CannotWrite(f"cannot write {folder}: what was written cannot be read again: {', '.join(lost)}")
     _run_on_first_rank(lambda: _write_checksums(draft, folder, sums), folder, ranks)
@@ -82,7 +82,7 @@ def is_complete(folder: Path, ranks: Ranks) -> bool:
     checksums: dict[str, int] = json.loads(
         ranks.gather(json.dumps(_read_checksums(folder) if ranks.is_first else {}))[0]
     )
-    return REST_FILE in checksums and _checksums(folder, sorted(checksums), ranks) == checksums
+    return REST_FILE in checksums and _file_checksums(folder, sorted(checksums), ranks) == checksums
 
 
 def _read_checksums(folder: Path) -> dict[str, int]:
@@ -145,16 +145,16 @@ def _sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
+def _file_checksums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
     """Return the check sum of each file, -1 of one that cannot be read; each rank reads its share of them."""
-    own_checksums = {name: _checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
+    own_checksums = {name: _file_checksum(folder / name) for name in names[ranks.rank :: ranks.world]}
     checksums: dict[str, int] = {}
     for text in ranks.gather(json.dumps(own_checksums)):
         checksums |= json.loads(text)
     return checksums
 
 
-def _checksum(path: Path) -> int:
+def _file_checksum(path: Path) -> int:
     total = 0
     try:
         with files.open_file(path) as file:

@@ -29,7 +29,14 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import finetune
-from tula_cli.worker.build.data import Datasets, EvaluationDataset, Position, SeededDataset, build_datasets, permutation
+from tula_cli.worker.build.data import (
+    Datasets,
+    EvaluationDataset,
+    Position,
+    SeededDataset,
+    build_datasets,
+    epoch_permutation,
+)
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
@@ -229,7 +236,7 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
     size = len(datasets.train)
     halving.require_tuning_samples(spec, batch=batch, dataset_size=size)
     count = halving.holdout_size(size, spec.auto.holdout)
-    order = permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
+    order = epoch_permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
     plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
     view = datasets.train.samples
     if plain != spec.transforms:

@@ -165,8 +165,8 @@ class Diagnostics:
         self.norms, self.changes = [], []
         return {
             "steps": len(norms),
-            "norm": _quantiles(norms),
-            "delta": _quantiles(changes),
+            "norm": _quantiles_of(norms),
+            "delta": _quantiles_of(changes),
             "scaled": scaled,
             "factors": {"edges": list(EDGES), "counts": count_per_bin(factors)} if factors else None,
         }
@@ -193,7 +193,7 @@ def _scaling_optimizer(trainer: Trainer) -> TulaOptimizer | None:
     return None if trainer.ags is None or trainer.ags.identity else trainer.ags
 
 
-def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
+def _quantiles_of(values: Sequence[float]) -> dict[str, float] | None:
     finite = torch.tensor(values, dtype=torch.float64)
     finite = finite[finite.isfinite()]
     if not len(finite):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.plugins import load
 from tula_cli.spec.sections import Train
-from tula_cli.words import perplexity
+from tula_cli.words import perplexity_of
 from tula_cli.worker.build.batches import collate_items, is_language_model_output, scores_from_outputs, takes_batch
 from tula_cli.worker.build.compiled import without_compilation
 from tula_cli.worker.build.construct import call_with_arguments
@@ -25,7 +25,7 @@ from tula_cli.worker.parallel.sharding import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.loop import Trainer, autocast, to_device
+from tula_cli.worker.train.loop import Trainer, autocast_context, to_device
 
 # --- Metrics of the user's own
 
@@ -296,7 +296,7 @@ class Evaluator:
             return Evaluation(float("nan"), float("nan"), float("nan"), 0, own=unknown)
         mean = loss / samples
         # Of a loss of the user's own nobody knows whether it is the mean logarithm that perplexity is made of.
-        perplexity_value = perplexity(mean) if language == samples and trainer.call.default else math.nan
+        perplexity_value = perplexity_of(mean) if language == samples and trainer.call.default else math.nan
         user_metrics = self.own.compute()
         return Evaluation(
             mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), perplexity_value, user_metrics
@@ -309,7 +309,7 @@ class Evaluator:
             return
         if batch is None:  # fewer samples than ranks
             batch = collate_items(trainer.datasets.collate, trainer.datasets.train.first_samples(1))
-        with without_compilation(trainer.spec.train), autocast(trainer):
+        with without_compilation(trainer.spec.train), autocast_context(trainer):
             trainer.call.compute_outputs(trainer.parallel.module, to_device(trainer, batch))
 
     def _sample_count(self, rank: int) -> int:
@@ -329,7 +329,7 @@ class Evaluator:
         """Return (loss, top-1 hits, top-5 hits, samples, samples of language) summed over a batch of `count` samples."""
         trainer = self.trainer
         odd = count != trainer.largest_micro_batch  # the last batch, which is not worth a compilation
-        with without_compilation(trainer.spec.train) if odd else contextlib.nullcontext(), autocast(trainer):
+        with without_compilation(trainer.spec.train) if odd else contextlib.nullcontext(), autocast_context(trainer):
             outputs = trainer.call.compute_outputs(trainer.parallel.module, batch)
             loss = trainer.call.loss_from_outputs(outputs, batch)
         guesses, targets = scores_from_outputs(outputs), trainer.call.target_of(batch)
@@ -399,7 +399,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
     try:
         with contextlib.closing(worker_train_loop.upcoming_micro_batches(trainer)) as stream:
             for batch in itertools.islice(stream, batches):
-                with without_compilation(trainer.spec.train), autocast(trainer):
+                with without_compilation(trainer.spec.train), autocast_context(trainer):
                     trainer.call.compute_outputs(trainer.parallel.module, batch)
                 between()
     finally:

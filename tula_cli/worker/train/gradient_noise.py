@@ -113,7 +113,7 @@ def compute_gradient(trainer: Trainer, batch: Any) -> Gradient:
     """Return the gradient of a batch of this rank's, unscaled; of a model in shares this rank's share of that of all ranks'."""
 
     def loss() -> torch.Tensor:
-        with without_compilation(trainer.spec.train), worker_train_loop.autocast(trainer):
+        with without_compilation(trainer.spec.train), worker_train_loop.autocast_context(trainer):
             return trainer.call.compute_loss(trainer.parallel.module, batch)
 
     if isinstance(trainer.parallel, Sharded):

@@ -106,8 +106,8 @@ class HangWatch:
         message = (
             f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {position}"
         )
-        detail = f"rank {self.rank} hangs: {message}\n{_stacks()}"
-        tag = words.tag(self.rank)
+        detail = f"rank {self.rank} hangs: {message}\n{_thread_stacks()}"
+        tag = words.rank_tag(self.rank)
         # Past Python's own stream, which the thread that hangs may have locked.
         os.write(2, "".join(f"{tag}{line}\n" for line in detail.splitlines()).encode())
         self.run.write_failure(
@@ -147,7 +147,7 @@ def describe_position(frame: FrameType) -> str:
 _PYTHON = (os.path.dirname(os.__file__), "<")  # noqa: PTH120 - once, at the import of every rank
 
 
-def _stacks() -> str:
+def _thread_stacks() -> str:
     """Return the stacks of all threads of this process."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)

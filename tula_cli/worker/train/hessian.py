@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from tula_cli.errors import SpecError
 from tula_cli.worker.build.batches import ModelCall
 from tula_cli.worker.build.compiled import without_compilation
-from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, permutation
+from tula_cli.worker.build.data import StreamedDataset, build_fixed_loader, epoch_permutation
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.loop import Trainer
@@ -108,7 +108,7 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
     """
     began = time.monotonic()
     with _restore_afterwards(trainer.parallel.module), _plain_attention(), without_compilation(trainer.spec.train):
-        batches = _batches(trainer, samples)
+        batches = _load_batches(trainer, samples)
         surface = LossSurface(
             trainer.parallel.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed
         )
@@ -124,7 +124,7 @@ def measure_curvature(trainer: Trainer, *, samples: int, between: Callable[[], N
         eigenvalue=extremes.largest,
         smoothness=extremes.magnitude,
         error=extremes.error,
-        gradient_norm=_norm(gradient),
+        gradient_norm=_vector_norm(gradient),
         loss=loss,
         iterations=extremes.iterations,
         converged=extremes.converged,
@@ -158,7 +158,7 @@ def lanczos(product: Product, start: Tensor, *, tolerance: float = TOLERANCE, mo
     for count in itertools.count(1):
         image = product(vector).sub_(previous, alpha=beta)
         diagonal.append(float(torch.dot(vector, image)))
-        beta = _norm(image.sub_(vector, alpha=diagonal[-1]))
+        beta = _vector_norm(image.sub_(vector, alpha=diagonal[-1]))
         if not math.isfinite(beta):
             return Extremes(math.nan, math.nan, math.inf, count, converged=False)
         smallest, largest = _tridiagonal_ends(diagonal, off_diagonal)
@@ -197,7 +197,7 @@ def _tridiagonal_ends(diagonal: Sequence[float], off_diagonal: Sequence[float]) 
     return float(values[0]), float(values[-1])
 
 
-def _norm(vector: Tensor) -> float:
+def _vector_norm(vector: Tensor) -> float:
     return float(torch.linalg.vector_norm(vector))
 
 
@@ -294,10 +294,10 @@ class LossSurface:
         return vector
 
 
-def _batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
+def _load_batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     """Load this rank's share of the fixed samples onto the device."""
     ranks, seed, size = trainer.ranks, trainer.spec.train.seed, len(trainer.datasets.train)
-    order = permutation(size, seed=stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
+    order = epoch_permutation(size, seed=stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
     keys = [(0, index) for index in order[ranks.rank :: ranks.world]]
     batch = max(1, trainer.micro_batch // _MEMORY_RATIO)
     samples_by_number = trainer.datasets.train

@@ -238,7 +238,7 @@ def run_steps(trainer: Trainer) -> Generator[Step, None, None]:
 
 def _take_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     """Take a step, and go on by it."""
-    step = _step(trainer, stream, epoch_ends=epoch_ends)
+    step = _train_step(trainer, stream, epoch_ends=epoch_ends)
     position = trainer.position.advance(step.batch)
     trainer.move_to(position.next_epoch() if epoch_ends else position)
     return step
@@ -274,7 +274,7 @@ def cached_steps(trainer: Trainer) -> Iterator[Step]:
 
 def step_on(trainer: Trainer, batch: Any) -> Step:
     """Take a step of which this is each micro-batch."""
-    return _step(trainer, itertools.repeat(batch), epoch_ends=False)
+    return _train_step(trainer, itertools.repeat(batch), epoch_ends=False)
 
 
 def upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
@@ -283,7 +283,7 @@ def upcoming_micro_batches(trainer: Trainer) -> Generator[Any, None, None]:
         yield to_device(trainer, batch)
 
 
-def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
+def _train_step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     """One optimizer step: accumulate, refresh the factors if it is time, update."""
     start = trainer.clock.mark()
     lr = trainer.lr
@@ -312,7 +312,7 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
             trainer.last_batch = batch
         is_last = index == micro_batches - 1
         with nullcontext() if is_last and trainer.synchronise else trainer.parallel.no_sync():
-            with autocast(trainer):
+            with autocast_context(trainer):
                 loss = trainer.call.compute_loss(trainer.parallel, batch) / micro_batches
             trainer.scaler.scale(loss).backward()
         if index == splits - 1:
@@ -335,7 +335,7 @@ def _refresh_method(trainer: Trainer) -> bool:
     def small_loss(count: int) -> torch.Tensor:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"
         small = slice_batch(trainer.last_batch, samples=samples, stop=count, own=trainer.datasets.collate is not None)
-        with nullcontext() if each_step else without_compilation(trainer.spec.train), autocast(trainer):
+        with nullcontext() if each_step else without_compilation(trainer.spec.train), autocast_context(trainer):
             return trainer.call.compute_loss(trainer.parallel.module, small)
 
     return trainer.method.refresh(trainer, small_loss)
@@ -363,7 +363,7 @@ def _update(trainer: Trainer) -> None:
     trainer.optimizer.zero_grad()
 
 
-def autocast(trainer: Trainer) -> AbstractContextManager[Any]:
+def autocast_context(trainer: Trainer) -> AbstractContextManager[Any]:
     dtype = _DTYPES.get(trainer.spec.train.precision)
     if dtype is None:
         return nullcontext()

@@ -247,7 +247,7 @@ class Training:
             self.log.add("diverged", message=description, sound=losses.sound, lr_factor=losses.lr_factor or factor)
             checkpoint.discard_after(self.run, self.task.signature, losses.sound)
         self.context.ranks.broadcast(0)  # the first rank that ends has the others ended
-        return Diverged(description, failures.advice("diverged"))
+        return Diverged(description, failures.advise("diverged"))
 
     def _after_evaluation(self, loss: float) -> None:
         """Called when an epoch is evaluated, on every rank, with the mean loss of its last step; may raise."""

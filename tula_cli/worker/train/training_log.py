@@ -17,7 +17,7 @@ from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StageDecision, StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
-from tula_cli.words import duration, number, pause, plural, progress, stamped
+from tula_cli.words import describe_progress, format_duration, log_pause, number, plural, stamp_line
 from tula_cli.worker import environment
 from tula_cli.worker.build.batches import TokenCounter
 from tula_cli.worker.build.data import StreamedDataset
@@ -54,7 +54,7 @@ class TrainingLog:
         self.changed = False  # a change of the step time was told
         self.last_row = 0.0
         self.began = time.monotonic()
-        self.next_words = self.began + pause(0.0)  # when the job's log tells of the steps again
+        self.next_words = self.began + log_pause(0.0)  # when the job's log tells of the steps again
         self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
         self.said: set[str] = set()  # what is said once
 
@@ -74,7 +74,7 @@ class TrainingLog:
     def _print(self, line: str) -> None:
         """Write a line into the job's log, which `tula logs` shows; rank 0 alone."""
         if self.trainer.ranks.is_first:
-            sys.stdout.write(f"{stamped(line)}\n")
+            sys.stdout.write(f"{stamp_line(line)}\n")
             sys.stdout.flush()
 
     def start(self) -> None:
@@ -191,7 +191,7 @@ class TrainingLog:
         trainer, of = self.trainer, self.task.spec.train.epochs_at_most
         samples, epoch = trainer.position.samples, trainer.epoch
         self._print(
-            progress(
+            describe_progress(
                 of=of, epoch=epoch, samples=samples, batch=self.batch, loss=loss, step_time=step_time, left=remaining
             )
         )
@@ -199,7 +199,7 @@ class TrainingLog:
 
     def _delay_next_print(self) -> None:
         """Tell of the steps again a while after a line that has told how far the training is."""
-        self.next_words = time.monotonic() + pause(time.monotonic() - self.began)
+        self.next_words = time.monotonic() + log_pause(time.monotonic() - self.began)
 
     def _tokens(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens of all GPUs a second and the share of padding beside them; None where batches are no text."""
@@ -293,7 +293,7 @@ class TrainingLog:
         self, result: Evaluation, *, loss: float, lr: float, step_time: float | None, overhead: float
     ) -> str:
         position, classes = self.trainer.position, math.isfinite(result.top1)
-        remaining = duration(self._seconds_left(step_time, overhead)) if step_time else ""
+        remaining = format_duration(self._seconds_left(step_time, overhead)) if step_time else ""
         pace = f", {number(self.batch / step_time)} samples/s, {remaining} left" if step_time else ""
         return (
             f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {number(loss, 4)},"

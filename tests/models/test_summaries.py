@@ -18,3 +18,14 @@ def test_whole_steps_have_one_with_overlap_and_one_without_and_their_probabiliti
     assert overlapped.coefficients["level"] != additive.coefficients["level"] and "ln step time" in additive.summary
     shares = [int(one.about.partition("counts ")[2].partition("%")[0]) for one in (overlapped, additive)]
     assert sum(shares) in (99, 100, 101)
+    assert "whole steps do not tell" in additive.about
+
+
+def test_a_small_model_has_both_where_its_compute_was_measured() -> None:
+    small = [
+        probe.model_copy(update={"memory": probe.memory.model_copy(update={"gradients": 1 << 20})})
+        for probe in probe_all(Truth(), PROBES)
+    ]
+    overlapped, additive, *_ = regression_summaries(Forecast.from_results(spec(), small))
+    assert (overlapped.name, additive.name) == ("step time, overlapped", "step time, nothing overlapped")
+    assert "gradients as small as these may be hidden or not" in additive.about

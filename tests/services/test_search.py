@@ -148,6 +148,16 @@ def test_probes_that_time_whole_steps_alone_are_followed_by_the_far_corner() -> 
     assert found.probes == {16: (256,)} and found.reasons == ("16 nodes, local batch 256: one of those to start from",)
 
 
+@pytest.mark.parametrize(("mebibytes", "is_small"), [(1, True), (100, False)])
+def test_small_gradients_are_followed_by_the_far_corner(mebibytes: int, is_small: bool) -> None:
+    probes = [
+        probe.model_copy(update={"memory": probe.memory.model_copy(update={"gradients": mebibytes << 20})})
+        for probe in probe_all(Truth(), probes_of(ADAPTIVE))
+    ]
+    reasons = next_round(ADAPTIVE, probes, inspection=inspected(Truth())).reasons
+    assert (reasons == ("16 nodes, local batch 256: one of those to start from",)) == is_small
+
+
 def probes_of(job: JobSpec) -> dict[int, tuple[int, ...]]:
     return choose_probes(job, dataset_size=Truth().dataset_size, max_local_batch=None)
 

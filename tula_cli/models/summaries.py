@@ -58,11 +58,16 @@ def _summarize_step_time(model: StepModel) -> Iterator[RegressionSummary]:
     if isinstance(model, Overlap):
         yield _summarize_overlap(model, "step time", "")
         return
+    reason = (
+        "whole steps do not tell which is right"
+        if model.whole_steps_alone
+        else "gradients as small as these may be hidden or not"
+    )
     for member, weight, name in zip(model.members, model.weights, ("overlapped", "nothing overlapped"), strict=True):
         yield _summarize_overlap(
             member,
             f"step time, {name}",
-            f"; counts {weight:.0%} of two fits, for whole steps do not tell which is right",
+            f"; counts {weight:.0%} of two fits, for {reason}",
         )
 
 

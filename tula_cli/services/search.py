@@ -103,6 +103,8 @@ def next_round(
     from tula_cli.models.choice import adaptive
     from tula_cli.models.forecast import Forecast  # numpy and more: of no use to the other strategies
     from tula_cli.models.observations import OtherSizes
+    from tula_cli.models.time.formulas import may_hide_nothing
+    from tula_cli.models.time.stragglers import choose_priors_of_job
 
     candidates = feasible_candidates(
         spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection)
@@ -114,9 +116,8 @@ def next_round(
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
     measured = [result for result in results if isinstance(result, Measured)]
-    start = adaptive.first_probes(
-        _by_nodes(spec, fitting or candidates).items(), whole_steps=_times_whole_steps(spec, measured)
-    )
+    whole_steps = _times_whole_steps(spec, measured) or may_hide_nothing(choose_priors_of_job(spec, measured))
+    start = adaptive.first_probes(_by_nodes(spec, fitting or candidates).items(), whole_steps=whole_steps)
     if missing := [probe for probe in start if probe not in results_by_config]:
         reasons = [f"{place(*probe)}: one of those to start from" for probe in missing]
         return Round(group_by_nodes(missing), tuple(reasons), "")

@@ -68,6 +68,10 @@ class Priors:
     compute_noise: float = 0.04  # of its compute, measured apart
     sync_noise: float = 0.05  # of its synchronisation
 
+    def __post_init__(self) -> None:
+        if not 0 < self.additive < 1:
+            raise ValueError(f"additive is {self.additive}: a probability above 0 and below 1 is needed")
+
     @property
     def parameters(self) -> tuple[Prior, ...]:
         return (
@@ -108,8 +112,8 @@ _BUCKETS = (1 << 20) + (25 << 20)
 def choose_priors(*, gradient_bytes: int, sharded: bool) -> Priors:
     """Return what the fit believes of a job before it has seen a probe.
 
-    Gradients that fill at most two of DDP's buckets are synchronised when the backward pass is over but for the first of them, so
-    that it is as likely as not that compute hides nothing.
+    DDP sends gradients that fill two buckets when the backward pass is over, all but the first of them, so that it is as likely as not
+    that compute hides nothing. Measured gradients of a model in shares, which has no buckets, were not hidden either.
 
     Args:
         gradient_bytes: of the whole model; 0 where that is not known.
@@ -117,6 +121,11 @@ def choose_priors(*, gradient_bytes: int, sharded: bool) -> Priors:
     """
     priors = SHARDED if sharded else PRIORS
     return replace(priors, additive=0.5) if 0 < gradient_bytes <= _BUCKETS else priors
+
+
+def may_hide_nothing(priors: Priors) -> bool:
+    """Return whether it is likely beforehand that compute hides no synchronisation, also where compute is measured apart."""
+    return priors.additive > PRIORS.additive
 
 
 PARAMETERS = 10

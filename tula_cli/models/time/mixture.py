@@ -29,6 +29,7 @@ from tula_cli.models.time.formulas import (
     ReferenceFrame,
     Rows,
     evaluate,
+    may_hide_nothing,
 )
 
 if TYPE_CHECKING:
@@ -428,7 +429,7 @@ def fit_step_model(
         )
 
     overlapped = fit_with(priors.p)
-    if points.alone.all() or not (overlapped.whole_steps_alone or priors.additive > PRIORS.additive):
+    if points.alone.all() or not (overlapped.whole_steps_alone or may_hide_nothing(priors)):
         return overlapped
     additive = fit_with(1.0)
     log_odds = math.log(priors.additive / (1 - priors.additive)) + additive.log_evidence - overlapped.log_evidence

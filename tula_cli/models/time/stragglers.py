@@ -30,6 +30,7 @@ GROWTH = 0.5
 """Exposed synchronisation grows with the batch where it does by more than this share of the largest one's compute."""
 HELD_UP = Local(sd=0.5, batch=1.0, replicas=0.5)
 """How far steps of ranks that are held up are off the model, and how soon that changes: by a third in the middle."""
+_DIVIDED = 0.75  # of what a rank tells on the fewest, at most: then a script divides its model among the ranks
 NOISE = 3.0
 """Probes lie far off their fit where its noise is so many times that of other clusters."""
 
@@ -72,18 +73,35 @@ def fit_with_stragglers(
     probes = [as_observation(probe) for probe in measured]
     observations = [*probes, *map(stretches.as_observation, trained)]
     named = [straggler.description for straggler in find_stragglers(measured)]
-    priors = choose_priors(gradient_bytes=_gradient_bytes(measured, spec.train.sharded), sharded=spec.train.sharded)
+    priors = choose_priors_of_job(spec, measured)
     return fit_observed(probes, observations, collective=spec.cluster.collective, priors=priors, named=named)
 
 
-def _gradient_bytes(measured: Iterable[Measured], sharded: bool) -> int:
-    """Return the bytes of the whole model's gradients by the probes; 0 where none of them tells."""
-    sizes = [0]
+def choose_priors_of_job(spec: JobSpec, measured: Iterable[Measured]) -> Priors:
+    """Return what the fit believes of a job by its settings and the gradients that its probes have seen."""
+    sharded = spec.train.sharded
+    return choose_priors(gradient_bytes=whole_gradient_bytes(measured, sharded=sharded), sharded=sharded)
+
+
+def whole_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
+    """Return the bytes of the whole model's gradients by the probes; 0 where none of them tells.
+
+    Args:
+        measured: the probes.
+        sharded: whether tula's own loop divides the model among the ranks. Of a script that does, each rank tells its part, which
+            is the smaller the more ranks there are.
+    """
+    sizes, sizes_by_ranks = [0], dict[int, int]()
     for probe in measured:
-        if isinstance(memory := probe.memory, Components):
-            sizes.append(memory.gradients * (probe.nodes * probe.gpus_per_node if sharded else 1))
+        ranks, memory = probe.nodes * probe.gpus_per_node, probe.memory
+        if isinstance(memory, Components):
+            # with several micro-batches a step their sum is a second copy (`worker/measure/meter.py`)
+            sizes.append(memory.gradients * ranks if sharded else memory.gradients // min(2, probe.accumulate))
         elif memory.states is not None:
-            sizes.append(memory.states.gradients)
+            sizes_by_ranks[ranks] = max(memory.states.gradients, sizes_by_ranks.get(ranks, 0))
+    if sizes_by_ranks:
+        is_divided = sizes_by_ranks[max(sizes_by_ranks)] < _DIVIDED * sizes_by_ranks[min(sizes_by_ranks)]
+        sizes += [size * ranks if is_divided else size for ranks, size in sizes_by_ranks.items()]
     return max(sizes)
 
 

@@ -14,7 +14,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.observations import as_observation as of_probe
 from tula_cli.models.time import steptime
-from tula_cli.models.time.formulas import PRIORS, Priors
+from tula_cli.models.time.formulas import Priors
 from tula_cli.models.time.steptime import Estimate, Observation
 from tula_cli.models.time.stretches import as_observation, estimate_from_measurements, group_by_configuration
 from tula_cli.run.records.probes import Measured
@@ -82,7 +82,7 @@ def cross_validate_strategies(
     *,
     trained: Iterable[TrainedSteps] = (),
     others: OtherSizes = NO_OTHER_SIZES,
-    priors: Priors = PRIORS,
+    priors: Priors,
 ) -> tuple[Validation, ...]:
     """Judge the strategies on the probes of one kind of node; those that tell nothing of any other probe are left out.
 

@@ -95,10 +95,15 @@ def test_many_specs_of_any_values_are_refused_or_kept_as_they_are(part: int) -> 
         ("loss: {args: {weight: !!timestamp 2024-01-01}}", "weight is a date"),
         (
             "loss: {args: {" + ", ".join(f"k{k}: &k{k} [" + ", ".join([f"*k{k - 1}"] * 9 if k else ["1"] * 9) + "]" for k in range(9)) + "}}",
-            "10000 values",
+            "100000 values",
         ),
+        (
+            "node_types: {" + ", ".join(f"k{k}: &k{k} {{" + ", ".join(f"b{n}: " + (f"*k{k - 1}" if k else "1") for n in range(9)) + "}" for k in range(9)) + "}",
+            "100000 values",
+        ),
+        ("loss: {args: {weight: [" + "1, " * 20000 + "1]}}", "10000 values"),
     ],
-    ids=range(12),
+    ids=range(14),
 )  # fmt: skip
 def test_what_breaks_other_readers_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "job.yaml").write_text(f"{BASE}{text}\n")

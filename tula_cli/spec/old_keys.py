@@ -59,6 +59,14 @@ REMOVED: Mapping[str, Removed] = {
 }
 
 
+_PARENTS = frozenset(
+    ".".join(parts[:count])
+    for parts in (path.split(".") for path in (*RENAMED, *REMOVED))
+    for count in range(1, len(parts))
+)
+"""Paths of sections that have an old key, or have a section with one."""
+
+
 class OldKeyWarning(FutureWarning):
     """The old spelling of a key in something that a user wrote."""
 
@@ -72,7 +80,10 @@ def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = Non
         source: where a user has written `content`: renamed keys are reported by an `OldKeyWarning`. None: nothing is reported.
     """
     if isinstance(content, list):
-        return [replace_old_keys(item, prefix=prefix, source=source) for item in content]
+        return [
+            replace_old_keys(item, prefix=prefix, source=source) if isinstance(item, Mapping) else item
+            for item in content
+        ]
     if not isinstance(content, Mapping):
         return content
     replaced = {}
@@ -86,8 +97,16 @@ def replace_old_keys(content: Any, *, prefix: str = "", source: str | None = Non
             name = key
         elif name != key and source is not None:
             _report(path, f"{prefix}{name}", source)
-        replaced[name] = replace_old_keys(value, prefix=f"{prefix}{name}.", source=source)
+        # Nothing else is looked into: the user's own values may hold far more than memory, by anchors that refer to each other.
+        is_parent = _is_parent(f"{prefix}{name}")
+        replaced[name] = replace_old_keys(value, prefix=f"{prefix}{name}.", source=source) if is_parent else value
     return replaced
+
+
+def _is_parent(path: str) -> bool:
+    """Return whether an old key may be somewhere below a path."""
+    is_node_types = path.partition(".")[0] == "node_types" and path.count(".") < 2
+    return is_node_types or _path_in_tables(path) in _PARENTS
 
 
 def replace_old_path(path: str, *, source: str) -> str:

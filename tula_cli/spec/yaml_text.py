@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import select
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ for _class in (*_LOADERS, Dumper):
 _DEEPEST = 50
 _PIPE_PATIENCE = 10.0
 _LARGEST = 2**24  # bytes
+_MOST_VALUES = 100_000
+"""Values of a document with every anchor written out: a few lines of anchors that refer to each other may stand for more than memory holds."""
 _TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
 _BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 """What PyYAML lets out of a value that its tag does not fit (`!!bool x`, `!!timestamp x`), or of one that is nested too deep."""
@@ -128,6 +131,11 @@ def parse_yaml(text: str, *, source: str) -> Any:
         content = _parse_in_python(text, source=source)
     if _nesting_depth(content) > _DEEPEST:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
+    if _count_values(content, {}) > _MOST_VALUES:
+        raise SpecError(
+            f"{source}: it holds more than {_MOST_VALUES} values with its anchors written out",
+            "write large data to a file of its own, and its path into the job",
+        )
     return content
 
 
@@ -137,12 +145,25 @@ def _nesting_depth(content: Any) -> int:
     while level and depth <= _DEEPEST:
         inner: dict[int, Any] = {}  # by identity: an anchor that stands many times is looked at once a level
         for value in level:
-            children = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
-            )
-            inner |= {id(child): child for child in children}
+            inner |= {id(child): child for child in _children(value)}
         level, depth = list(inner.values()), depth + 1
     return depth
+
+
+def _count_values(content: Any, counts: dict[int, int]) -> int:
+    """Return how many values there are with every anchor written out.
+
+    Args:
+        content: is nested no deeper than allowed.
+        counts: those of values that were counted before, by identity.
+    """
+    if id(content) not in counts:
+        counts[id(content)] = 1 + sum(_count_values(child, counts) for child in _children(content))
+    return counts[id(content)]
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
 
 
 def _parse_in_python(text: str, *, source: str) -> Any:

@@ -97,7 +97,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(scheduler, "end_outcome", found.ended_how)
     monkeypatch.setattr(scheduler, "cancel_jobs", found.cancel)
     for order, name in (
-        ("delay", "delay"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
+        ("delay", "delay_job"), ("end_delay", "end_delay"), ("exclude", "exclude_nodes"),
         ("hold", "hold_jobs"), ("release", "release_jobs"), ("ask", "ask_states"),
     ):  # fmt: skip
         monkeypatch.setattr(scheduler, name, getattr(found, order))

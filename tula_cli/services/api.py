@@ -348,6 +348,16 @@ def make_inspector(root: str | Path, *, fresh: bool = False, tell: OnEvent | Non
     return CachedInspection(Path(root).absolute(), inspection.inspect, fresh=fresh, note=lambda text: note(Note(text)))
 
 
+def _find_measured_run(target: Target, root: str | Path) -> Run:
+    """Return the run of a target, which must be there already.
+
+    Raises:
+        SpecError: the job cannot be used.
+        BadMeasurements: there is no run of it yet.
+    """
+    return Run.of(Call.from_target(target, root=root).measured().run)
+
+
 def _make_confirm(spec: JobSpec, confirm: Confirm | None) -> Confirm:
     """Return who is asked before jobs are submitted: nobody where the job has a cap."""
 
@@ -522,7 +532,7 @@ def status(run: Target, *, root: str | Path = ROOT) -> Status:
         SpecError: the job cannot be used.
         BadMeasurements: there is no run of it yet.
     """
-    return Run.of(Call.from_target(run, root=root).measured().run).status()
+    return _find_measured_run(run, root).status()
 
 
 # --- Functions that submit jobs
@@ -934,7 +944,7 @@ def report(run: Target, *, root: str | Path = ROOT) -> Document:
     Example:
         >>> tula.report(run).answer
     """
-    return Run.of(Call.from_target(run, root=root).measured().run).report()
+    return _find_measured_run(run, root).report()
 
 
 def report_text(run: Target, *, form: Form = "markdown", root: str | Path = ROOT) -> str:

@@ -145,7 +145,7 @@ def _nesting_depth(content: Any) -> int:
     while level and depth <= _DEEPEST:
         inner: dict[int, Any] = {}  # by identity: an anchor that stands many times is looked at once a level
         for value in level:
-            inner |= {id(child): child for child in _children(value)}
+            inner |= {id(child): child for child in _list_children(value)}
         level, depth = list(inner.values()), depth + 1
     return depth
 
@@ -158,11 +158,11 @@ def _count_values(content: Any, counts: dict[int, int]) -> int:
         counts: those of values that were counted before, by identity.
     """
     if id(content) not in counts:
-        counts[id(content)] = 1 + sum(_count_values(child, counts) for child in _children(content))
+        counts[id(content)] = 1 + sum(_count_values(child, counts) for child in _list_children(content))
     return counts[id(content)]
 
 
-def _children(value: Any) -> Iterable[Any]:
+def _list_children(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
 
 

@@ -5,7 +5,7 @@ import pytest
 from make_results import Truth, measured, probe_all, shared_storage, spec
 
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.time.stragglers import find_stragglers, fit_with_stragglers, whole_gradient_bytes
+from tula_cli.models.time.stragglers import find_gradient_bytes, find_stragglers, fit_with_stragglers
 from tula_cli.run.records.base import Components, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured, RankPace
 
@@ -72,16 +72,20 @@ def test_the_gradients_of_the_whole_model_follow_from_what_a_rank_tells() -> Non
     twice = plain.model_copy(
         update={"accumulate": 4, "memory": plain.memory.model_copy(update={"gradients": 2 * one_copy})}
     )
-    assert whole_gradient_bytes([plain, twice], sharded=False) == one_copy, "a second copy is no traffic"
-    assert whole_gradient_bytes([plain], sharded=True) == 4 * one_copy
-    assert whole_gradient_bytes([], sharded=False) == 0
+    assert find_gradient_bytes([plain, twice], sharded=False) == one_copy, "a second copy is no traffic"
+    assert find_gradient_bytes([plain], sharded=True) == 4 * one_copy
+    assert find_gradient_bytes([], sharded=False) == 0
 
 
-@pytest.mark.parametrize(("told", "whole"), [({1: 800, 4: 800}, 800), ({2: 400, 8: 100}, 800), ({4: None}, 0)])
-def test_a_script_that_divides_its_model_tells_parts_of_its_gradients(told: dict[int, int | None], whole: int) -> None:
+@pytest.mark.parametrize(
+    ("gradients_by_nodes", "whole"), [({1: 800, 4: 800}, 800), ({2: 400, 8: 100}, 800), ({4: None}, 0)]
+)
+def test_a_script_that_divides_its_model_tells_parts_of_its_gradients(
+    gradients_by_nodes: dict[int, int | None], whole: int
+) -> None:
     probes = []
-    for nodes, gradients in told.items():
+    for nodes, gradients in gradients_by_nodes.items():
         states = gradients and ModelStates(parameters=gradients, gradients=gradients, optimizer=0, factors=0)
         memory = PeakMemory(states=states, peak=10_000, reserved=10_000)
         probes.append(measured(Truth(), nodes, 32).model_copy(update={"memory": memory}))
-    assert whole_gradient_bytes(probes, sharded=False) == whole
+    assert find_gradient_bytes(probes, sharded=False) == whole

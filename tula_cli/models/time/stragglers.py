@@ -80,10 +80,10 @@ def fit_with_stragglers(
 def choose_priors_of_job(spec: JobSpec, measured: Iterable[Measured]) -> Priors:
     """Return what the fit believes of a job by its settings and the gradients that its probes have seen."""
     sharded = spec.train.sharded
-    return choose_priors(gradient_bytes=whole_gradient_bytes(measured, sharded=sharded), sharded=sharded)
+    return choose_priors(gradient_bytes=find_gradient_bytes(measured, sharded=sharded), sharded=sharded)
 
 
-def whole_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
+def find_gradient_bytes(measured: Iterable[Measured], *, sharded: bool) -> int:
     """Return the bytes of the whole model's gradients by the probes; 0 where none of them tells.
 
     Args:

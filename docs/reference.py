@@ -28,7 +28,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.json_schema import describe_keys, inner_sections, walk_sections
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
 from tula_cli.spec.methods import METHODS
-from tula_cli.spec.old_keys import REMOVED, RENAMED
+from tula_cli.spec.old_keys import MEASUREMENTS, MOVED, REMOVED, RENAMED
 from tula_cli.spec.resources import Cluster, SiteBill
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
@@ -80,7 +80,10 @@ comments; [getting started](getting-started.md#the-job-file) has the smallest us
 
 def _old_keys() -> str:
     """Return the tables of renamed and removed keys."""
-    renamed = [f"| `{old}` | `{old.rpartition('.')[0]}.{new}` |" for old, new in RENAMED.items()]
+    current = {old: f"{old.rpartition('.')[0]}.{new}" for old, new in RENAMED.items()} | dict(MOVED)
+    current |= {f"{old}: true": f"train.diagnostics: [{name}]" for old, name in MEASUREMENTS.items()}
+    current |= {"train.diagnostics: true": "train.diagnostics: [gradient_norms]", "pricing.date": "pricing.source"}
+    renamed = [f"| `{old}` | `{new}` |" for old, new in sorted(current.items())]
     removed = [
         f"| `{key}` | {f'`{json.dumps(entry.accepted[-1])}`' if entry.accepted else ''} | {entry.advice} |"
         for key, entry in REMOVED.items()

@@ -6,7 +6,7 @@ The table has the columns app, global_batch, epoch, iteration, metric, grad_sqr 
 grad_sqr is |G|^2 and grad_var the variance of a gradient of the app's smallest batch, so that their ratio times that batch
 is the noise scale. Of each app a method sees the smallest batch's run; the growing and the constant noise see no more of
 its gradients than those of the first epoch, `10 % trained` those of the epoch at which a tenth of the run's epochs are done
-(the first one at least), as a training with `train.gradient_noise` measures it. It predicts the iterations of each other batch to the metric that lies 50, 80
+(the first one at least), as a training with `train.diagnostics: [gradient_noise]` measures it. It predicts the iterations of each other batch to the metric that lies 50, 80
 and 95 % of the way from the smallest batch's first epoch to its best one. Metrics that fall are turned round. The error
 is |predicted / measured - 1|; batches that never reach a metric are counted and left out.
 

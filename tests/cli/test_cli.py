@@ -816,7 +816,7 @@ def test_list(cluster):
     ("words", "replacement"),
     [
         (("list", "--accuracy"), "tula status and tula report show the trainings of a run"),
-        (("profile", "job.yaml", "--progress"), "a training with train.gradient_noise measures the noise"),
+        (("profile", "job.yaml", "--progress"), "a training with train.diagnostics=[gradient_noise] measures it"),
     ],
 )
 def test_a_removed_option_names_what_replaces_it(cluster, words, replacement):
@@ -1436,7 +1436,7 @@ def test_statsmodels_is_imported_to_explain_alone(here, words, imported):
 
 TYPES = {
     "single": {"pricing": {"price": 1.0}},
-    "pair": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 1.7, "source": "a list", "date": "2025-11-30"}},
+    "pair": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 1.7, "source": "a list, 2025-11-30"}},
 }
 
 

@@ -564,20 +564,6 @@ def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
     assert 560 < float(told.read_text()) < 575
 
 
-def test_packed_probes_run_one_after_the_other_in_one_allocation(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    monkeypatch.setattr(Supervisor, "_lead_task", lambda _, task: started.append((task.id, task.nodes)))
-    spec = chain.run.spec()
-    for nodes, then in ((4, ("probe-n002", "probe-n001")), (2, ()), (1, ())):
-        task = ProbeTask(
-            id=f"probe-n{nodes:03d}", job="probe", spec=spec, workdir="/", nodes=nodes, local_batches=(32,), then=then
-        )
-        chain.run.write_task(task)
-    chain.task = chain.task.model_copy(update={"id": "probe-n004"})
-    chain.start("31")
-    assert started == [("probe-n004", 4), ("probe-n002", 2), ("probe-n001", 1)]
-
-
 TERM = """
     import os, signal, time
     os.kill(os.getppid(), signal.SIGTERM)
@@ -664,20 +650,6 @@ def test_ranks_that_lose_a_peer_on_the_way_out_have_left_for_the_time_limit(chai
     """
     chain.start("11")
     assert chain.outcomes() == ["time_limit"]
-
-
-def test_a_job_told_to_end_starts_no_further_packed_task(chain: Chain, cluster: Cluster) -> None:
-    cluster.endings = {"31": "preempted"}
-    for nodes, then in ((2, ("packed-n001",)), (1, ())):
-        task = ProbeTask(
-            id=f"packed-n{nodes:03d}", job="probe-packed", spec=chain.run.spec(), workdir=str(chain.run.path),
-            nodes=nodes, local_batches=(32,), then=then,
-        )  # fmt: skip
-        chain.run.write_task(task)
-    chain.task = chain.task.model_copy(update={"id": "packed-n002"})
-    chain.script = TERM
-    chain.start("31")
-    assert [attempt.task for attempt in chain.run.attempts()] == ["packed-n002"]
 
 
 def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:

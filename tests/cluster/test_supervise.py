@@ -534,7 +534,7 @@ _HOLD = """
     from tula_cli.run.directory import RunDir
     run, name, seconds = RunDir(pathlib.Path(sys.argv[2])), sys.argv[3], float(sys.argv[4])
     task = run.task(name)
-    with local.machine_ticket(run, [task]) as ticket, open(run.path / "times", "a") as times:
+    with local.machine_ticket(run, task) as ticket, open(run.path / "times", "a") as times:
         print(name, "begin", time.monotonic(), file=times, flush=True)
         time.sleep(seconds)
         print(name, "end", time.monotonic(), [one.holder for one in ticket.conflicting_trainings()], file=times, flush=True)

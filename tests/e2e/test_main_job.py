@@ -91,7 +91,7 @@ def test_the_main_job_from_profile_to_trained_model(tula, tmp_path: Path, open_u
     assert found["metrics"]["top1"] == pytest.approx(best.best_top1)
     assert tula("status")["data"]["evaluations"] == [found]
 
-    measuring = ("--set", "train.gradient_noise=true", "--set", "train.early_stopping.epochs=1")
+    measuring = ("--set", "train.diagnostics=[gradient_noise]", "--set", "train.early_stopping.epochs=1")
     early = tula("train", "--nodes", "1", "--batch", "32", *measuring)["data"]
     assert (
         early["batch"] == 32 and run.training(early["signature"]).result().ended == "train.early_stopping.epochs is 1"

@@ -174,7 +174,7 @@ def free_again(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {"starts": starts, "off": max(float((one[name] - whole[name]).abs().max()) for name in whole)}
 
 
-STAGES = [{"samples": 48, "batch": 8}]
+STAGES = [{"epochs": 0.5, "batch": 8}]
 GROWN: dict[str, dict[str, Any]] = {
     "ramp": {"train": {"method": "ramp"}},
     "robust": {"train": {"method": "ags"}, "ags": {"preset": "robust"}},

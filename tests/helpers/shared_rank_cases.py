@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12, "exclude": ["biases"]},
     },
     "grown": {
-        "train": {"method": "ags", "lr_scaling": "linear", "ramp": [{"samples": 48, "batch": 8}]},
+        "train": {"method": "ags", "lr_scaling": "linear", "ramp": [{"epochs": 0.5, "batch": 8}]},
         "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12},
     },
     "ortho": {

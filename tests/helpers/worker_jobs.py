@@ -248,7 +248,7 @@ def staged(
     ends_after: int | None = None,
 ) -> TrainTask:
     """Return a training of batch 32 whose stages of 16 and 32 are put off: its gradients have little noise at first."""
-    asked = {"ramp_noise": 0.4, "gradient_noise": measured} if ramp == "noise" else {}
+    asked = {"ramp_noise": 0.4, "diagnostics": ["gradient_noise"] if measured else []} if ramp == "noise" else {}
     own = {"method": method, "ramp": ramp, "epochs": epochs, "checkpoint_every": 1e-9, **asked}
     model, dataset = {"args": {"norm": True, "dropout": 0.1}}, {"args": {"ends_after": ends_after}}
     begins = {8: 0, 16: 150, 32: 450}

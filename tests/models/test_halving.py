@@ -307,8 +307,8 @@ def test_the_plan_counts_every_sample() -> None:
 def test_a_short_branch_has_one_step_and_the_holdout_is_bounded() -> None:
     short = job(auto={"branch_epochs": 0.01})
     assert halving.count_trained_samples(short, Arm(name="lbt"), batch=256, rung=1, size=1300) == 256
-    assert halving.holdout_size(1_000_000, 0.1) == 10_000
-    assert halving.holdout_size(5, 0.1) == 1
+    assert halving.holdout_size(1_000_000) == 10_000
+    assert halving.holdout_size(5) == 1
 
 
 def test_branches_grow_with_the_training_and_with_the_rung() -> None:
@@ -348,7 +348,6 @@ def test_the_predicted_time_has_the_branches_in_it() -> None:
         ({"arms": [{"name": "lbt", "lr_factor": 2}]}, "the large batch as it is"),
         ({"after": 20}, "leaves nothing"),
         ({"branch_epochs": 0}, "branch_epochs"),
-        ({"holdout": 0.9}, "holdout"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(auto: dict[str, Any], words: str) -> None:

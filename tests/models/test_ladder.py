@@ -55,18 +55,11 @@ def test_a_huge_micro_batch_is_cut_as_quickly() -> None:
     [
         (batch_norm_limit(), (2, 4, 8)),
         (batch_norm_limit(ranks=4), (2, 4, 8, 16, 32)),
-        (batch_norm_limit(ghost=16), (2, 4, 8)),
-        (batch_norm_limit(ghost=4), (2, 4, 8, 16)),
     ],
 )
-def test_batch_norm_keeps_eight_samples_and_ghost_batches_whole(limit, into: tuple[int, ...]) -> None:
+def test_batch_norm_keeps_eight_samples(limit, into: tuple[int, ...]) -> None:
     found = splits_of(64, micro_batch=64, micro_batches=1, limits=[limit])
     assert found.into == into and "fewer than 8 samples" in found.limit
-
-
-def test_ghost_batches_that_would_leave_a_rest_stop_it() -> None:
-    found = splits_of(48, micro_batch=48, micro_batches=1, limits=[batch_norm_limit(ghost=16)])
-    assert found.into == () and "what ghost batches of 16 leave" in found.limit
 
 
 def test_the_batch_stays_while_it_can_be_cut_and_nothing_that_is_no_smaller_is_tried() -> None:

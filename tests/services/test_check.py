@@ -25,7 +25,6 @@ from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
 from tula_cli.services.nodes import check_node_count, conclude_cluster, start_on_cluster, watch_cluster
-from tula_cli.services.profile import plan_probes
 from tula_cli.services.search_cost import ASSUMED_START, expect_search
 from tula_cli.show import check as show_check
 from tula_cli.show import check as show_estimate
@@ -103,19 +102,6 @@ def test_bounds_are_jobs_times_nodes_times_their_longest(found):
     assert report.node_hours_at_most == pytest.approx((1 + 2) * 6 / 60)
     assert report.machine_hours_at_most == pytest.approx(2 * 6 / 60)
     assert report.price_at_most == pytest.approx(3.0)
-
-
-def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(found):
-    of = {"search": {"nodes": [1, 2, 4], "packing": "single"}}
-    packed = spec(cluster={"kind": "slurm"}, **of)
-    report = check(packed)
-    assert report.node_hours_at_most == pytest.approx(4 * (3 * 6 + 2) / 60)  # what SLURM is asked for
-    assert report.node_hours_at_most == pytest.approx(plan_probes(packed, inspection(), None).node_hours_at_most)
-    assert "1.33 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.93
-    each = check(spec(cluster={"kind": "slurm"}, search={"nodes": [1, 2, 4]}))
-    told = [next(line for line in show_check.render_check(r, {}) if " in " in str(line)) for r in (report, each)]
-    assert told == [f"{report.probes} probes in 1 job", f"{report.probes} probes in 3 jobs"]
-    assert check(spec(**of)).node_hours_at_most == pytest.approx(7 * 6 / 60)  # on this machine no node is idle
 
 
 def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_most(tmp_path):
@@ -893,14 +879,13 @@ def test_auto_is_a_sweep_where_it_takes_little_of_the_training_and_else_adaptive
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        ({}, ["tf32 (float32", "channels_last (NVIDIA", "cudnn_benchmark (NVIDIA"]),
-        ({"tf32": False}, ["cudnn_benchmark (NVIDIA"]),
-        ({"tf32": False, "precision": "bf16"}, ["channels_last (NVIDIA", "cudnn_benchmark (NVIDIA"]),
-        ({"tf32": False, "channels_last": True}, ["channels_last", "cudnn_benchmark (NVIDIA"]),
-        ({"channels_last": False}, ["tf32", "cudnn_benchmark"]),
-        ({"cudnn_benchmark": True}, ["tf32", "channels_last", "cudnn_benchmark"]),
+        ({}, ["tf32 (float32", "channels_last (NVIDIA", "cuDNN's fastest algorithms (NVIDIA)"]),
+        ({"tf32": False}, ["cuDNN's fastest algorithms (NVIDIA)"]),
+        ({"tf32": False, "precision": "bf16"}, ["channels_last (NVIDIA", "cuDNN's fastest algorithms (NVIDIA)"]),
+        ({"tf32": False, "channels_last": True}, ["channels_last", "cuDNN's fastest algorithms (NVIDIA)"]),
+        ({"channels_last": False}, ["tf32", "cuDNN's fastest algorithms"]),
         ({"deterministic": True}, ["tf32", "channels_last", "deterministic"]),
-        ({"tf32": False, "cudnn_benchmark": False}, ["no tf32", "no cudnn_benchmark"]),
+        ({"tf32": False, "deterministic": True}, ["deterministic"]),
     ],
 )
 def test_a_check_tells_how_a_gpu_computes(found, train, told):

@@ -15,11 +15,12 @@ from tula_cli.services.train import TrainPlan
 from tula_cli.show.train import train_plan
 from tula_cli.spec.job import JobSpec
 
-UNTIL = {"metric": "top1", "at_least": 0.7}
+UNTIL = {"target": 0.7}
 
 
 def job(*, until: Any = UNTIL, seed: int = 0, lr: float = 0.1, epochs: int = 10) -> JobSpec:
-    return make.spec(train={"epochs": epochs, "early_stopping": until, "seed": seed}, optimizer={"lr": lr})
+    train = {"epochs": epochs, "best_checkpoint": {"metric": "top1"}, "early_stopping": until, "seed": seed}
+    return make.spec(train=train, optimizer={"lr": lr})
 
 
 @pytest.fixture

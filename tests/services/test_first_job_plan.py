@@ -168,19 +168,19 @@ def test_fresh_renews_what_the_first_job_told(world: World) -> None:
     )
 
 
-@pytest.mark.parametrize(("ghosts", "again"), [(None, False), (16, True)])
+@pytest.mark.parametrize(("min_batch", "again"), [(32, False), (4, True)])
 def test_what_a_first_job_told_holds_for_the_settings_that_it_has_read(
-    world: World, ghosts: int | None, again: bool
+    world: World, min_batch: int, again: bool
 ) -> None:
     def job(*nodes: int) -> JobSpec:
         return make.spec(
-            search={"nodes": list(nodes), "min_batch": 32, "max_minutes": 20, "max_node_hours": 2},
+            search={"nodes": list(nodes), "min_batch": min_batch, "max_minutes": 20, "max_node_hours": 2},
             cluster={"kind": "slurm"},
-            train={"epochs": 4, "ghost_batch": ghosts},
+            train={"epochs": 4},
         )
 
     world.profile(job(1, 2))
-    world.profile(job(1, 2, 4))  # batches per rank that ghost batches have to divide were never looked at
+    world.profile(job(1, 2, 4))  # whether BatchNorm trains on one sample a rank was looked at for two nodes
     assert world.first_jobs == 1 + again
     world.profile(job(1, 2))
     assert world.first_jobs == 1 + again
@@ -370,8 +370,8 @@ def test_what_a_first_job_told_nobody_is_found_later(world: World) -> None:
     left_behind(world)
     log = world.run.submitit_dir / "7_0_log.out"
     assert first_job.load_inspection(world.run, spec()) == TOLD
-    ghosts = make.spec(cluster={"kind": "slurm"}, train={"epochs": 4, "ghost_batch": 16})
-    assert first_job.load_inspection(world.run, ghosts) is None, "it was asked with other settings"
+    decaying = make.spec(cluster={"kind": "slurm"}, train={"epochs": 4}, optimizer={"lr": 0.1, "weight_decay": 0.1})
+    assert first_job.load_inspection(world.run, decaying) is None, "it was asked with other settings"
     whole = log.read_text()
     refused = {"error": {"class": "SpecError", "message": "no such model", "hint": "", "problems": []}}
     for other in ("", "begun\n", whole[:-20], f"begun\n{json.dumps(refused)}\n", "begun\n{}\n"):

@@ -145,27 +145,6 @@ def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, err
         profile.profile_report(run, plan)
 
 
-def test_packed_probes_are_one_job_on_the_most_nodes(tmp_path: Path) -> None:
-    search = {"nodes": [1, 2, 4], "min_batch": 32, "max_minutes": 30, "packing": "single"}
-    run = RunDir.create(tmp_path, make_runs.spec(search=search, cluster={"kind": "slurm"}))
-    plan = profile.plan_probes(run.spec(), inspection(), run)
-    assert [task.nodes for task in plan.tasks] == [4, 2, 1]
-    assert plan.tasks[0].then == ("packed-n002", "packed-n001")
-    assert plan.node_hours_at_most == pytest.approx(4 * (3 * 30 + 2) / 60), (
-        "four nodes are held for as long as all three take"
-    )
-    launcher = FakeLauncher()
-    assert profile.submit_probes(run, plan, launcher) == (profile.PACKED_JOB,)
-    assert launcher.submitted == [profile.PACKED_JOB]
-    assert {task.id for task in run.tasks()} == {"packed-n001", "packed-n002", "packed-n004"}
-
-
-def test_packing_on_this_machine_holds_no_idle_nodes(tmp_path: Path) -> None:
-    search = {"nodes": [1, 2], "min_batch": 32, "max_minutes": 30, "packing": "single"}
-    plan = profile.plan_probes(make_runs.spec(search=search), inspection(), None)
-    assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
-
-
 # --- rounds
 
 
@@ -298,11 +277,3 @@ def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
     measure(rounds, profile.plan_probes(job, inspection(), rounds))
     assert profile.plan_probes(job, inspection(), rounds, elsewhere=1.0).missing
     assert not profile.plan_probes(job, inspection(), rounds, elsewhere=9.9).missing
-
-
-def test_a_packed_job_holds_its_most_nodes_all_the_time(rounds: RunDir) -> None:
-    search = {"nodes": [1, 4], "min_batch": 32, "strategy": "full", "packing": "single"}
-    for task in profile.plan_probes(make_runs.spec(search=search), inspection(), rounds).tasks:
-        rounds.write_task(task)
-        rounds.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
-    assert profile.measured_node_hours(rounds) == pytest.approx(2 * 4 * 0.5)

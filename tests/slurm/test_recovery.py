@@ -259,16 +259,6 @@ def test_torchrun_starts_the_ranks_of_a_node_and_a_killed_one_is_relaunched(tula
     trained(tula, 12)
 
 
-def test_packed_probes_share_one_allocation(tula: Tula) -> None:
-    answer = tula("profile", "job.yaml", "--set", "search.packing=single", "--wait")
-    assert answer["status"] == "done"
-    run = tula.run()
-    assert [found.id for found in run.jobs()] == ["probe-packed"]
-    assert {(result.nodes, result.local_batch) for result in run.results()} == {(1, 64), (1, 128), (2, 32), (2, 64)}
-    assert all(result.kind == "measured" for result in run.results())
-    assert len({attempt.allocation for attempt in run.attempts()}) == 1
-
-
 @pytest.mark.proof  # test_submission has the same without a command line
 def test_a_run_directory_that_the_nodes_do_not_see_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
     folder = on_slurm.local / "runs"

@@ -14,6 +14,7 @@ from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.merge import ENV_PREFIX
 from tula_cli.spec.old_keys import REMOVED, RENAMED, OldKeyWarning
 from tula_cli.spec.signature import cluster_signature, measurement_signature, rehearsal_signature, train_signature
+from tula_cli.spec.stored import without_removed_values
 
 OLD = json.loads((Path(__file__).parents[1] / "fixtures" / "old_specs.json").read_text())
 """Jobs as runs of an older version hold them, whole, with the names of their runs, trainings, nodes and resume tests there."""
@@ -34,14 +35,18 @@ def loaded(tmp_path: Path, text: str, *overrides: str, **more: Any) -> JobSpec:
     return load_spec(path, overrides=overrides, **{"environ": {}, "site_files": (), **more})
 
 
+TRAINED_OTHERWISE = ("auto_arms", "judged")
+"""Jobs with other values of removed keys, `auto.holdout` and a metric of `early_stopping`: no training of theirs is taken up."""
+
+
 @pytest.mark.parametrize("name", OLD)
 def test_jobs_of_older_runs_are_read_without_a_word_and_keep_the_names_of_runs_and_trainings(name: str) -> None:
     old = OLD[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        spec = validate(old["spec"], source=name)
+        spec = validate(without_removed_values(old["spec"]), source=name)
     assert measurement_signature(spec) == old["signature"]
-    assert train_signature(spec, nodes=2, batch=1024) == old["training"]
+    assert (train_signature(spec, nodes=2, batch=1024) == old["training"]) is (name not in TRAINED_OTHERWISE)
     assert cluster_signature(spec.cluster) == old["cluster"]
     if "rehearsal" in old:
         assert rehearsal_signature(spec, "code") == old["rehearsal"]
@@ -49,7 +54,7 @@ def test_jobs_of_older_runs_are_read_without_a_word_and_keep_the_names_of_runs_a
 
 
 def test_what_older_runs_say_is_kept_under_the_new_names() -> None:
-    train = validate(OLD["judged"]["spec"], source="").train
+    train = validate(without_removed_values(OLD["judged"]["spec"]), source="").train
     assert (train.oom_policy, train.best_checkpoint.metric, train.early_stopping and train.early_stopping.patience) == ("shrink", "loss", 5)  # fmt: skip
     script = validate(OLD["script"]["spec"], source="").script
     assert script and script.resume and script.resume.checkpoint_interval == "epoch"
@@ -66,8 +71,8 @@ def test_a_renamed_key_is_read_and_reported_wherever_a_user_writes_it(tmp_path: 
     assert stopping is not None and (stopping.patience, stopping.epochs) == (3, 4)
     assert (spec.train.oom_policy, spec.train.best_checkpoint.metric) == ("shrink", "loss")
     assert sorted(str(each.message).replace(f"{tmp_path}/", "") for each in caught) == [
-        "--set: train.until.epochs is now train.early_stopping.epochs; the old name is still read",
-        f"{variable}: train.best.metric is now train.best_checkpoint.metric; the old name is still read",
+        "--set: train.until is now train.early_stopping; the old name is still read",
+        f"{variable}: train.best is now train.best_checkpoint; the old name is still read",
         "job.yaml: train.until is now train.early_stopping; the old name is still read",
         "site.yaml: train.oom is now train.oom_policy; the old name is still read",
     ]
@@ -105,3 +110,97 @@ def test_every_name_in_the_tables_is_right() -> None:
         if section.startswith("train"):
             assert hasattr(at(spec, section), name) and not hasattr(at(spec, section), old)
     assert all(removed.advice for removed in REMOVED.values())
+
+
+# --- keys whose values are read at another path
+
+
+def read(tmp_path: Path, train: str, *overrides: str) -> tuple[JobSpec, list[str]]:
+    """Return a job with this section train, and what is said of its old keys."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spec = loaded(tmp_path, JOB.replace("epochs: 10", f"epochs: 10, {train}"), *overrides)
+    return spec, [str(each.message).partition(": ")[2] for each in caught]
+
+
+@pytest.mark.parametrize(
+    ("train", "measured", "said"),
+    [
+        ("hessian: true", ["hessian"], ["train.hessian is now train.diagnostics: [hessian]; the old name is still read"]),
+        ("hessian: {}", ["hessian"], ["train.hessian is now train.diagnostics: [hessian]; the old name is still read"]),
+        ("hessian: false, diagnostics: false", [], []),
+        ("hessian: {samples: 128, every: 1}", ["hessian"], ["train.hessian is now train.diagnostics: [hessian]; the old name is still read"]),
+        ("diagnostics: true", ["gradient_norms"], ["train.diagnostics is now train.diagnostics: [gradient_norms]; the old name is still read"]),
+        ("diagnostics: [hessian], gradient_noise: false", ["hessian"], []),
+    ],
+)  # fmt: skip
+def test_measurements_that_had_a_key_of_their_own_are_entries_of_a_list(
+    tmp_path: Path, train: str, measured: list[str], said: list[str]
+) -> None:
+    spec, warned = read(tmp_path, train)
+    assert (spec.train.diagnostics, warned) == (measured, said)
+
+
+def test_several_of_them_are_added_up(tmp_path: Path) -> None:
+    spec, _ = read(tmp_path, "diagnostics: [gradient_norms], gradient_noise: true, hessian: true")
+    assert spec.train.diagnostics == ["gradient_norms", "gradient_noise", "hessian"]
+
+
+@pytest.mark.parametrize(
+    ("train", "overrides", "metric", "target"),
+    [
+        ("early_stopping: {metric: top1, at_least: 0.7}", (), "top1", 0.7),
+        ("until: {metric: loss, at_most: 0.2}", (), "loss", 0.2),
+        ("early_stopping: {at_least: 0.7}, best_checkpoint: {metric: top1}", (), "top1", 0.7),
+        ("early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: {metric: top1}", (), "top1", 0.7),
+        ("best_checkpoint: {metric: top5}", ("train.early_stopping.at_least=80",), "top5", 80),
+        ("seed: 1", ("train.early_stopping={metric: top1, at_least: 80}",), "top1", 80),
+        ("early_stopping: {patience: 3}", ("train.early_stopping.metric=loss",), "loss", None),
+    ],
+)
+def test_the_metric_of_early_stopping_is_that_of_the_best_checkpoint(
+    tmp_path: Path, train: str, overrides: tuple[str, ...], metric: str, target: float | None
+) -> None:
+    spec, warned = read(tmp_path, train, *overrides)
+    assert spec.train.early_stopping is not None and warned
+    assert (spec.train.best_checkpoint.metric, spec.train.early_stopping.target) == (metric, target)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        "early_stopping: {metric: top1, at_least: 0.7}, best_checkpoint: {metric: loss}",
+        "early_stopping: {metric: top1, at_least: 0.7, at_most: 0.9}",
+        "early_stopping: {metric: top1, at_least: 0.7, target: 0.8}",
+    ],
+)
+def test_two_metrics_or_targets_are_refused(tmp_path: Path, train: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read(tmp_path, train)
+    assert "one value is read" in str(caught.value.problems)
+
+
+def test_the_date_of_a_price_is_part_of_its_source(tmp_path: Path) -> None:
+    spec = loaded(tmp_path, f"{JOB}pricing: {{price: 2, source: a list}}\n", "pricing.source=a list, 2025-11-30")
+    with pytest.warns(OldKeyWarning, match=r"pricing\.date is now part of pricing\.source"):
+        dated = loaded(tmp_path, f"{JOB}pricing: {{price: 2, source: a list, date: 2025-11-30}}\n")
+    assert dated.pricing == spec.pricing
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("auto.holdout", 0.2), ("schedule.peak", 0.2), ("search.packing", "single"), ("train.cudnn_benchmark", False),
+        ("train.ghost_batch", 32), ("train.ramp", [{"samples": 500, "batch": 64}]),
+    ],
+)  # fmt: skip
+def test_a_removed_key_with_another_value_is_refused_with_advice_and_left_out_of_stored_jobs(
+    path: str, value: Any
+) -> None:
+    section, _, key = path.partition(".")
+    content = {**CONTENT, "train": {"epochs": 3, "method": "auto" if section == "auto" else "lbt"}}
+    content[section] = {**content.get(section, {}), key: value}
+    with pytest.raises(SpecError) as caught:
+        load_job(content)
+    assert "no such key any more" in str(caught.value.problems)
+    validate(without_removed_values(content), source="a run")

@@ -42,7 +42,7 @@ def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
         ({"precision": "fp16"}, {}, "set bf16"),
         ({"compile": True}, {}, "train.compile"),
         ({"channels_last": True}, {}, "train.channels_last"),
-        ({"hessian": True}, {}, "train.hessian"),
+        ({"diagnostics": ["hessian"]}, {}, "train.diagnostics: hessian"),
         ({}, {"ags": {"granularity": "element"}}, "set ags.granularity: tensor"),
         ({}, {"ags": {"preset": "robust"}}, "set ags.source: small_batch"),
         ({"parallel": "ddp", "fsdp_blocks": ["BasicBlock"]}, {}, "means nothing without train.parallel: fsdp"),

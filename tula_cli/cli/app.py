@@ -63,7 +63,7 @@ REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     (
         "tula profile",
         "--progress",
-    ): "a training with train.gradient_noise measures the noise, and train.early_stopping.epochs ends it early",
+    ): "a training with train.diagnostics=[gradient_noise] measures it, and train.early_stopping.epochs ends it early",
 }
 """Options that were removed, by command, and what to use instead."""
 REMOVED_VALUES: Mapping[tuple[str, str, str], str] = {

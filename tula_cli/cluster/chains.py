@@ -77,9 +77,7 @@ def nodes_of_links(task: Task) -> tuple[int, ...]:
 def time_limit(task: Task) -> int:
     """Return the time limit of a job, minutes; none is above its bin of the site's (cluster.slurm.limits)."""
     match task:
-        case ProbeTask():
-            needed = math.ceil(task.spec.measuring_minutes(1 + len(task.then)))
-        case RehearsalTask():
+        case ProbeTask() | RehearsalTask():
             needed = math.ceil(task.spec.measuring_minutes())
         case TrainTask() | EvaluateTask():
             needed = task.spec.cluster.minutes

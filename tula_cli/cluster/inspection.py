@@ -425,7 +425,6 @@ def unmeasured_settings(spec: JobSpec) -> Facts:
         # The memory of this machine is shared by the ranks; the check for a lone sample looks at the smallest batch.
         "share": ranks if spec.cluster.kind == "local" and spec.cluster.memory_per_gpu is None else None,
         "one_sample": search.min_batch // (ranks * train.accumulate) <= 1,
-        "ghosts": [search.nodes, search.min_batch, search.max_batch] if train.ghost_batch else None,
         "weight_decay": spec.optimizer.weight_decay > 0,  # some optimizers take none
         "beta2": [half_life, search.min_batch, search.max_batch] if half_life else None,
         "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),

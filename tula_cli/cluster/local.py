@@ -159,7 +159,7 @@ def _is_alive(job: Job) -> bool:
 
 
 @contextlib.contextmanager
-def machine_ticket(run: RunDir, tasks: Sequence[Task]) -> Iterator[machine_lock.TicketHolder | None]:
+def machine_ticket(run: RunDir, task: Task) -> Iterator[machine_lock.TicketHolder | None]:
     """Yield the ticket of a job in the machine's measuring lock: a probe waits for its turn, all else shows that it is there.
 
     The kernel drops the ticket with this process. A job that is cancelled while it waits goes on without its turn, to find
@@ -167,18 +167,15 @@ def machine_ticket(run: RunDir, tasks: Sequence[Task]) -> Iterator[machine_lock.
 
     Args:
         run: the run.
-        tasks: what the job does.
+        task: of the job.
     """
-    first_task, measures = tasks[0], isinstance(tasks[0], ProbeTask)
-    ranks = max(task.nodes * task.spec.cluster.gpus_per_node for task in tasks)
-    gpus = [] if first_task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.lock_names(ranks)]
+    measures, ranks = isinstance(task, ProbeTask), task.nodes * task.spec.cluster.gpus_per_node
+    gpus = [] if task.spec.cluster.device == "cpu" else [f"gpu {name}" for name in devices.lock_names(ranks)]
     cores = (
         machine_lock.core_devices() if not (gpus and measures) else []
     )  # a training's loaders disturb a probe on CPUs
     try:
-        ticket = machine_lock.TicketHolder(
-            _describe_holder(run.path, first_task.job), [*gpus, *cores], measures=measures
-        )
+        ticket = machine_lock.TicketHolder(_describe_holder(run.path, task.job), [*gpus, *cores], measures=measures)
     except OSError as error:
         if measures:
             sys.stderr.write(
@@ -187,7 +184,7 @@ def machine_ticket(run: RunDir, tasks: Sequence[Task]) -> Iterator[machine_lock.
         yield None
         return
     try:
-        while measures and not run.is_cancelled(first_task.job):
+        while measures and not run.is_cancelled(task.job):
             with contextlib.suppress(OSError):  # as for want of descriptors: nothing is known
                 if not ticket.probes_to_wait_for():
                     break

@@ -269,7 +269,7 @@ class Supervisor:
         """
         if self.allocation.is_local:
             self._await_resume_test(newest_task(self.run, task_id))
-            with machine_ticket(self.run, self._packed_tasks(task_id)) as self._ticket:
+            with machine_ticket(self.run, newest_task(self.run, task_id)) as self._ticket:
                 self._lead_job(task_id)
             return
         self.allocation.termination.listen()
@@ -317,21 +317,9 @@ class Supervisor:
 
     def _lead_job(self, task_id: str) -> None:
         """Start attempt after attempt until the job is over, telling the followers each time."""
-        for first_task in self._packed_tasks(task_id):
-            if self.allocation.termination.received:
-                break
-            self._lead_task(first_task)
+        if not self.allocation.termination.received:
+            self._lead_task(newest_task(self.run, task_id))
         self._write_command(LeaderCommand(task=None))
-
-    def _packed_tasks(self, task_id: str) -> list[Task]:
-        """Return the task and those that share its allocation (search.packing: single)."""
-        first_task = newest_task(self.run, task_id)
-        packed = (
-            [newest_task(self.run, other_id) for other_id in first_task.then]
-            if isinstance(first_task, ProbeTask)
-            else []
-        )
-        return [first_task, *packed]
 
     def _lead_task(self, first_task: Task) -> None:
         self._end_delay(self._later_links(first_task))

@@ -121,7 +121,7 @@ def count_work(
     tuning = functools.cache(
         lambda global_batch: halving.plan_tuning(spec, batch=global_batch, dataset_size=dataset_size)
     )
-    holdout = halving.holdout_size(dataset_size, spec.auto.holdout) if spec.train.facts.tunes else 0
+    holdout = halving.holdout_size(dataset_size) if spec.train.facts.tunes else 0
     return WorkCount(
         epochs=spec.train.epochs_at_most,
         steps=dataset_size // batch,
@@ -364,14 +364,17 @@ def max_price(spec: JobSpec, node_hours: float, capacity: int | None) -> float |
 
 
 def describe_price(pricing: Pricing) -> str:
-    """Return the price with its unit, its source and its date."""
+    """Return the price with its unit and its source."""
     if pricing == UNPRICED:
         return "none is given (pricing.price), so cost is a number of node-hours"
-    details = ", ".join(text for text in (pricing.source, pricing.date) if text)
     unit = pricing.unit if pricing.kind == "billing" else _UNITS[pricing.kind]
-    description = f"{pricing.price:g} {pricing.currency} per {unit}" + (f" ({details})" if details else "")
+    description = f"{pricing.price:g} {pricing.currency} per {unit}" + (
+        f" ({pricing.source})" if pricing.source else ""
+    )
     if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
-        description = f"{unit}, the hours of billing as SLURM counts them" + (f" ({details})" if details else "")
+        description = f"{unit}, the hours of billing as SLURM counts them" + (
+            f" ({pricing.source})" if pricing.source else ""
+        )
     if (bill := pricing.slurm_billing) is not None:
         times = "" if bill.charge_factor == 1 else f", charge factor {bill.charge_factor:g}"
         description += f"; a node is billed {bill.node:g} ({bill.words}){times}"

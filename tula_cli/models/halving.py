@@ -36,6 +36,8 @@ MIN_ADVANTAGE = 0.01
 """Share by which the loss with another decay has to be below that with the job's own: they have seen the same samples in the
 same order, but what a decay is worth shows late."""
 
+HOLDOUT_SHARE = 0.1
+"""Of the training samples, on which the arms are compared; at most `MAX_HOLDOUT` of them."""
 MAX_HOLDOUT = 10_000
 """Samples held out at most: more tell the arms apart no better."""
 
@@ -190,14 +192,14 @@ def branch_epochs(spec: JobSpec, rung: int, count: int) -> float:
 def _first_epochs(spec: JobSpec, count: int) -> float:
     """Return the epochs of a branch in the first rung with which all take their share of the training."""
     epochs_in_all = sum(number * 2.0**rung for rung, number in enumerate(rung_sizes(count)))
-    return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - spec.auto.holdout) - spec.auto.after) / max(
+    return max(0.0, TRAINING_SHARE * spec.train.epochs / (1 - HOLDOUT_SHARE) - spec.auto.after) / max(
         1.0, epochs_in_all
     )
 
 
-def holdout_size(dataset_size: int, share: float) -> int:
+def holdout_size(dataset_size: int) -> int:
     """Return how many training samples are held out while the arms are compared."""
-    return min(MAX_HOLDOUT, max(1, round(share * dataset_size)))
+    return min(MAX_HOLDOUT, max(1, round(HOLDOUT_SHARE * dataset_size)))
 
 
 def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
@@ -208,12 +210,11 @@ def require_tuning_samples(spec: JobSpec, *, batch: int, dataset_size: int) -> N
     """
     if not spec.train.facts.tunes:
         return
-    remaining = dataset_size - holdout_size(dataset_size, spec.auto.holdout)
+    remaining = dataset_size - holdout_size(dataset_size)
     if remaining < batch:
         raise SpecError(
-            f"auto.holdout {spec.auto.holdout:g}: {remaining} of {dataset_size} training samples are left to compare settings"
-            f" on, fewer than the batch of {batch}",
-            "hold out less, or train with a smaller batch",
+            f"train.method auto compares settings on {remaining} of {dataset_size} training samples, fewer than the batch of {batch}",
+            "train with a smaller batch, or another method",
         )
 
 
@@ -246,7 +247,7 @@ def plan_tuning(spec: JobSpec, *, batch: int, dataset_size: int) -> TuningPlan:
     if not spec.train.facts.tunes:
         return TuningPlan(0, 0, 0)
     arms = arms_of_training(spec, batch)
-    rungs, holdout = rung_sizes(len(arms)), holdout_size(dataset_size, spec.auto.holdout)
+    rungs, holdout = rung_sizes(len(arms)), holdout_size(dataset_size)
     if not rungs:
         return TuningPlan(0, 0, holdout)
     size, after = dataset_size - holdout, spec.auto.after

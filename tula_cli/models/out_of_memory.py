@@ -86,21 +86,17 @@ def _make_splits(batch: int, micro_batch: int, micro_batches: int, into: list[in
     return Splits(batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, into=tuple(into), limit=limit)
 
 
-def batch_norm_limit(*, ranks: int = 1, ghost: int | None = None) -> tuple[Callable[[int], bool], str]:
+def batch_norm_limit(*, ranks: int = 1) -> tuple[Callable[[int], bool], str]:
     """Return the limit that BatchNorm sets to a micro-batch, and its words.
 
     Args:
         ranks: over which the statistics are taken (SyncBatchNorm), else 1.
-        ghost: samples of a ghost batch, whose statistics stay the same while micro-batches hold whole ones.
     """
 
     def holds(micro_batch: int) -> bool:
-        if ghost is not None and micro_batch >= ghost:
-            return micro_batch % ghost == 0
         return micro_batch * ranks >= MIN_NORMALISED
 
-    ghost_text = "" if ghost is None else f", or over what ghost batches of {ghost} leave"
-    return holds, f"BatchNorm would take its statistics over fewer than {MIN_NORMALISED} samples{ghost_text}"
+    return holds, f"BatchNorm would take its statistics over fewer than {MIN_NORMALISED} samples"
 
 
 def next_fallback(

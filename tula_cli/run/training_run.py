@@ -252,7 +252,7 @@ class TrainingRun:
     def steps(self) -> StepSeries:
         """Return what is kept of every step, in columns; empty ones where nothing is.
 
-        Kept where the method scales gradients, or with `train.diagnostics`; of a script nothing is.
+        Kept where the method scales gradients, or with `train.diagnostics: [gradient_norms]`; of a script nothing is.
         """
         return to_columns(self.step_rows())
 

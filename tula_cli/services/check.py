@@ -72,17 +72,11 @@ class CheckReport:
     # of the jobs, as if steps took as long at every length; None where there are none, or their batches are not known
     expected: Expectation | None = None
     worth: SearchCost | None = None  # what the search takes beside the training; None before the first probe
-    packed: bool = False  # one job for all numbers of nodes (search.packing: single)
 
     @property
     def node_hours_to_allow(self) -> float:
         """Node-hours that have to be within the cap before anything starts: what follows a first job is held to it then."""
         return self.node_hours_at_most if self.unsettled is None else self.unsettled.first_job_node_hours
-
-    @property
-    def submitted(self) -> int:
-        """How many jobs are submitted."""
-        return min(1, len(self.jobs)) if self.packed else len(self.jobs)
 
     @property
     def probes(self) -> int:
@@ -242,7 +236,6 @@ def check(
         if jobs
         else None,
         worth=search_worth,
-        packed=spec.search.packing == "single",
     )
 
 

@@ -30,7 +30,7 @@ def describe_computing(spec: JobSpec, inspection: Inspection | None) -> tuple[st
     if not _may_run_on_gpu(spec, inspection):
         return loader
     description = ", ".join(_describe_gpu_settings(spec, inspection))
-    return (f"on a GPU: {description or 'no tf32, no cudnn_benchmark'} (section train)", *loader)
+    return (f"on a GPU: {description} (section train)", *loader)
 
 
 def _describe_loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
@@ -94,10 +94,8 @@ def _describe_gpu_settings(spec: JobSpec, inspection: Inspection | None) -> Iter
         yield "compile" if train.compile is True else f"compile ({train.compile})"
     if train.deterministic:
         yield "deterministic"
-    elif train.cudnn_benchmark == "auto":
-        yield "cudnn_benchmark (NVIDIA; all inputs have one shape)"
-    elif train.cudnn_benchmark:
-        yield "cudnn_benchmark"
+    else:
+        yield "cuDNN's fastest algorithms (NVIDIA)"
 
 
 # --- Settings that are unlikely together

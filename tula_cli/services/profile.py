@@ -30,9 +30,6 @@ from tula_cli.services.search_cost import choose_strategy
 from tula_cli.services.status import count_notes
 from tula_cli.spec.job import JobSpec
 
-PACKED_JOB = "probe-packed"
-"""The one job of search.packing: single."""
-
 
 @dataclass(frozen=True)
 class ProfilePlan:
@@ -56,10 +53,9 @@ class ProfilePlan:
         return sum(len(task.local_batches) for task in self.tasks)
 
     @property
-    def jobs(self) -> dict[str, list[ProbeTask]]:
-        """The tasks of each job; it is submitted with the first, which names the others."""
-        ids = dict.fromkeys(task.job for task in self.tasks)
-        return {id_: [task for task in self.tasks if task.job == id_] for id_ in ids}
+    def jobs(self) -> dict[str, ProbeTask]:
+        """The task of each job."""
+        return {task.job: task for task in self.tasks}
 
 
 @dataclass(frozen=True)
@@ -108,8 +104,6 @@ def plan_probes(
         missing = [local for local in local_batches if _is_open(results_by_id.get(probe_id(nodes, local)), again=again)]
         if missing:
             tasks.append(_probe_task(spec, nodes, missing, workdir=source.workdir))
-    if tasks and spec.search.packing == "single":
-        tasks = _pack_tasks(tasks)
     if short := warn_too_short(spec, [task.nodes for task in tasks]):
         raise Infeasible("; ".join(short))
     in_rounds = spec.search.strategy == "adaptive"
@@ -194,8 +188,7 @@ def _begun_probes(run: RunDir) -> set[tuple[int, int]]:
 def measured_node_hours(run: RunDir) -> float:
     """Return the node-hours that measuring has taken so far, the first job that built the model and rehearsals counted."""
     tasks = [task for task in run.tasks() if isinstance(task, ProbeTask | RehearsalTask)]
-    # The one job of search.packing: single holds the most nodes of its tasks all the time.
-    nodes = {task.id: max(t.nodes for t in tasks if t.job == task.job) for task in tasks}
+    nodes = {task.id: task.nodes for task in tasks}
     return first_job.node_hours(run) + sum(
         nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600
         for attempt in run.attempts()
@@ -231,30 +224,14 @@ def _probe_task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir:
     )
 
 
-def _pack_tasks(tasks: list[ProbeTask]) -> list[ProbeTask]:
-    """Return the tasks as those of one job: the first, on the most nodes, is submitted and names the others."""
-    # Their own ids: a job of one number of nodes may be under way when the packing is changed.
-    packed_tasks = [task.model_copy(update={"id": f"packed-n{task.nodes:03d}", "job": PACKED_JOB}) for task in tasks]
-    first_task, *other_tasks = sorted(packed_tasks, key=lambda task: -task.nodes)
-    return [first_task.model_copy(update={"then": tuple(task.id for task in other_tasks)}), *other_tasks]
-
-
 def max_node_hours(spec: JobSpec, nodes: Sequence[int]) -> float:
     """Return the node-hours that measuring on these numbers of nodes may take: what SLURM is asked for."""
-    if _runs_in_one_job(spec):
-        return max(nodes, default=0) * max_minutes(spec, len(nodes)) / 60
     return sum(nodes) * spec.measuring_minutes() / 60
 
 
 def max_minutes(spec: JobSpec, count: int) -> float:
     """Return the minutes that measuring on so many numbers of nodes may take, one after the other."""
-    if _runs_in_one_job(spec):
-        return spec.measuring_minutes(count) if count else 0.0
     return count * spec.measuring_minutes()
-
-
-def _runs_in_one_job(spec: JobSpec) -> bool:
-    return spec.search.packing == "single" and spec.cluster.kind != "local"
 
 
 def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
@@ -269,15 +246,14 @@ def submit_probes(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[s
     with lock_submission(run):
         alive = unfinished_jobs(run, launcher, jobs)
         code = take_snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
-        for id_, tasks in jobs.items():
+        for id_, task in jobs.items():
             if id_ in alive:
                 if run.is_cancelled(id_):
                     raise SchedulerError(f"{id_} is still being cancelled", "run the same command again in a minute")
                 continue
             run.uncancel(id_)
-            for task in tasks:
-                run.write_task(task.model_copy(update={"code": code}))
-            run.write_job(launcher.submit(run, tasks[0]))
+            run.write_task(task.model_copy(update={"code": code}))
+            run.write_job(launcher.submit(run, task))
     return tuple(jobs)
 
 

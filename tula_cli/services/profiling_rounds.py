@@ -145,7 +145,7 @@ def dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict
     dry_runs = {}
     for part, plan in (yield from plan_parts(parts, settled)):
         launcher = dependencies.launcher_for(part.spec)
-        dry_runs[part.name] = DryRun(plan, tuple(launcher.script(part.run, tasks[0]) for tasks in plan.jobs.values()))
+        dry_runs[part.name] = DryRun(plan, tuple(launcher.script(part.run, task) for task in plan.tasks))
     return dry_runs
 
 

@@ -155,7 +155,9 @@ class TrainingStatus:
     padding: float | None = None  # share of the batches' places
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # train.metrics of the last epoch
     beta2: float | None = None  # at the batch in use, where optimizer.beta2_half_life sets it
-    noise: Mapping[str, Any] | None = None  # the newest measurement of train.gradient_noise: epoch, scale, low, high
+    noise: Mapping[str, Any] | None = (
+        None  # the newest measurement of train.diagnostics: [gradient_noise]: epoch, scale, low, high
+    )
     stage: StageStatus | None = None  # None where the batch does not grow
     stages: tuple[Stage, ...] = ()  # of all of it, as was decided before it began
 
@@ -250,8 +252,7 @@ def _planned_probes(tasks: Iterable[JobTask]) -> list[_PlannedProbe]:
                 probes_by_id[task.nodes, local] = _PlannedProbe(
                     probe_id(task.nodes, local), ProbeConfiguration(task.nodes, local, batch)
                 )
-    # A packed job has several numbers of nodes, and begins with the largest.
-    return [probes_by_id[key] for key in sorted(probes_by_id, key=lambda key: (-key[0], key[1]))]
+    return [probes_by_id[key] for key in sorted(probes_by_id)]
 
 
 def job_progress(snapshot: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:

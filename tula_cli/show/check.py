@@ -111,7 +111,7 @@ def _render_jobs(report: "CheckReport") -> Iterator["RenderableType"]:
         )
     yield made
     yield ""
-    yield f"{plural(report.probes, 'probe')} in {plural(report.submitted, 'job')}"
+    yield f"{plural(report.probes, 'probe')} in {plural(len(report.jobs), 'job')}"
     if report.lengths:
         yield ""
         yield _lengths_table(report.lengths)

@@ -120,7 +120,6 @@ class Auto(Section):
     # epochs of a branch in the first rung, each further one trains twice as long; auto: as many as let all of them together take
     # a quarter of the training, but one step at least
     branch_epochs: Literal["auto"] | PositiveFloat = "auto"
-    holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.1  # share of the training set, at most 10,000 samples
     arms: list[GivenArm] = []  # beside lbt, which is always one; empty: the default ones
 
     @model_validator(mode="after")
@@ -173,6 +172,7 @@ def _needs_the_whole(train: "Train") -> str:
         == "fp16",
         "train.compile compiles the model as a whole; leave it out": bool(train.compile),
         "train.channels_last lays out whole weights; leave it out": train.channels_last is True,
-        "train.hessian differentiates twice through whole weights; leave it out": bool(train.hessian),
+        "train.diagnostics: hessian differentiates twice through whole weights; leave it out": "hessian"
+        in train.diagnostics,
     }
     return next((why for why, is_refused in refused.items() if is_refused), "")

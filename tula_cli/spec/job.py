@@ -98,12 +98,12 @@ class JobSpec(Section):
         content.pop("script", None)
         return content
 
-    def measuring_minutes(self, count: int = 1) -> float:
-        """Return the minutes that a measuring job may take, which measures on so many numbers of nodes in turn.
+    def measuring_minutes(self) -> float:
+        """Return the minutes that a measuring job may take.
 
         In a queue it is what the job asks for, and so what its user may be charged for.
         """
-        most = self.search.max_minutes * count
+        most = self.search.max_minutes
         return math.ceil(most) + ROOM if self.cluster.kind != "local" else most
 
     @model_validator(mode="after")

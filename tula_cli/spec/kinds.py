@@ -1,6 +1,5 @@
 """Kinds of values in a spec: sizes, minutes, lines, commands, prices; and the section they stand in."""
 
-import datetime
 import math
 import re
 import shlex
@@ -26,6 +25,8 @@ _DEEPEST, _LARGEST = 32, 10_000
 
 def parse_size(value: object) -> object:
     """Turn "16GiB" or "800 MB" into bytes; a number is bytes already, and so many that no unit was forgotten."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a size; write it like 16GiB or 800MB")
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", value.upper())
         if match is None:
@@ -33,15 +34,19 @@ def parse_size(value: object) -> object:
         size: object = math.floor(Fraction(match[1]) * _SIZE_UNITS[match[2] or ""] + Fraction(1, 2))
     else:
         size = value
-    if isinstance(size, int | float) and not isinstance(size, bool) and size >= _MOST_MEMORY:
+    if isinstance(size, int | float) and size >= _MOST_MEMORY:
         raise ValueError(f"{_shorten_value(value)} is more memory than any machine has; write it like 16GiB or 800MB")
-    if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < _LEAST_MEMORY:
+    if isinstance(size, int | float) and 0 < size < _LEAST_MEMORY:
         raise ValueError(f"{value!r} is {size:g} bytes; write the unit, like {size:g}GiB")
     return size
 
 
 def parse_minutes(value: object) -> object:
     """Turn SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS into minutes, rounded up; numbers are minutes."""
+    if isinstance(value, bool):
+        raise ValueError(
+            f"{str(value).lower()} is not a time limit; write minutes, or as SLURM does HH:MM:SS or D-HH:MM:SS"
+        )
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value.strip())
@@ -161,15 +166,6 @@ def check_price(value: object) -> object:
     return value
 
 
-def check_day(value: str) -> str:
-    try:
-        if value and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value):
-            raise ValueError
-        return datetime.date.fromisoformat(value).isoformat() if value else value
-    except ValueError:
-        raise ValueError(f"{value!r} is not a day; write it like 2025-11-30") from None
-
-
 # What is read before its type is checked says itself how it may be written, for the JSON Schema.
 _WRITTEN_SIZE = {
     "anyOf": [
@@ -186,9 +182,6 @@ _WRITTEN_MINUTES = {
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0), WithJsonSchema(_WRITTEN_SIZE)]  # bytes
 Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSchema(_WRITTEN_MINUTES)]
-Day = Annotated[
-    str, AfterValidator(check_day), WithJsonSchema({"type": "string", "pattern": r"^([0-9]{4}-[0-9]{2}-[0-9]{2})?$"})
-]
 Arguments = Annotated[dict[str, Any], AfterValidator(plain_data)]
 Line = Annotated[str, AfterValidator(one_line)]
 Command = Annotated[Line, AfterValidator(shell_words)]

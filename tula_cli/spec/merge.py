@@ -69,18 +69,25 @@ def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, 
 
 def _assign(into: dict[str, Any], key: str, text: str, origins: dict[str, str], *, source: str) -> None:
     """Set `a.b.c` to a value in YAML; a mapping replaces what was there."""
-    key = replace_old_path(key, source=source)
-    *sections, last = key.split(".")
+    content = parse_yaml(text, source=f"{source} {key}")
+    for part in reversed(key.split(".")):
+        content = {part: content}
+    content = replace_old_keys(content, source=source)
+    _remove_path(into, replace_old_path(key), origins)
+    merge(into, content, origins, source=source)
+
+
+def _remove_path(content: dict[str, Any], path: str, origins: dict[str, str]) -> None:
+    """Remove the value at `a.b.c`, and all below it."""
+    *sections, last = path.split(".")
     for part in sections:
-        if not isinstance(into.get(part), dict):
-            into[part] = {}
-        into = into[part]
-    value = parse_yaml(text, source=f"{source} {key}")
-    into[last] = replace_old_keys(value, prefix=f"{key}.", source=source)
-    for leaf in [known for known in origins if known == key or known.startswith(f"{key}.")]:
+        inner = content.get(part)
+        if not isinstance(inner, dict):
+            return
+        content = inner
+    content.pop(last, None)
+    for leaf in [known for known in origins if known == path or known.startswith(f"{path}.")]:
         del origins[leaf]
-    for leaf, _ in flatten(into[last], key):
-        origins[leaf] = source
 
 
 def merge(

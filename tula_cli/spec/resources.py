@@ -10,7 +10,6 @@ from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import (
     Arguments,
     Command,
-    Day,
     Line,
     Minutes,
     NonNegativeFloat,
@@ -153,8 +152,7 @@ class Pricing(Section):
         1.0  # in currency; kind billing alone can do without one
     )
     currency: Annotated[Line, Field(min_length=1)] = "USD"  # shown with every cost; without a price it is the unit
-    source: Line = ""  # where the price comes from, shown beside it
-    date: Day = ""  # when it was looked up, 2025-11-30; shown beside it
+    source: Line = ""  # where the price comes from and when it was looked up, shown beside it
     spot: Spot | None = None  # where the nodes may be taken away
     unit: Annotated[Line, Field(min_length=1)] = (
         "SU"  # of kind billing: how the site calls a billing-hour, as core-hours

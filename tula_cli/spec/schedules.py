@@ -2,7 +2,7 @@
 
 import math
 
-from tula_cli.spec.sections import Schedule
+from tula_cli.spec.sections import PEAK, Schedule
 
 ONE_CYCLE_START = 25
 """The full learning rate by that with which one-cycle begins."""
@@ -28,7 +28,7 @@ def scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmup: float
     Args:
         schedule: multistep multiplies by gamma at each milestone; cosine and linear fall from the end of the warm-up to
             `min_lr` at the last epoch, linear from `decay_from` on; one-cycle (Smith and Topin 2018) grows as a cosine from 1/25 up to the full rate at
-            `peak` and falls as a cosine to `min_lr`; constant stays.
+            `PEAK` of the epochs and falls as a cosine to `min_lr`; constant stays.
         base: learning rate that the schedule starts from.
         epoch: epochs done.
         warmup: epochs of warm-up, which the cosine leaves out.
@@ -37,7 +37,7 @@ def scheduled_lr(schedule: Schedule, base: float, *, epoch: float, warmup: float
     if schedule.kind == "multistep":
         return base * schedule.gamma ** sum(epoch >= milestone for milestone in schedule.milestones)
     if schedule.kind == "one-cycle":
-        top = schedule.peak * epochs
+        top = PEAK * epochs
         if epoch < top:
             return _cosine(base / ONE_CYCLE_START, base, epoch / top)
         return _cosine(base, schedule.min_lr, min(1.0, (epoch - top) / (epochs - top)))
@@ -55,7 +55,7 @@ def decayed_share(schedule: Schedule, base: float, *, epoch: float, warmup: floa
 
     Args: as of `scheduled`.
     """
-    rises_until = schedule.peak * epochs if schedule.kind == "one-cycle" else warmup
+    rises_until = PEAK * epochs if schedule.kind == "one-cycle" else warmup
     if epoch < rises_until:
         return 1.0
     return min(1.0, scheduled_lr(schedule, base, epoch=epoch, warmup=warmup, epochs=epochs) / base)

@@ -21,16 +21,9 @@ MIN_STAGE_SHARE = 0.02
 class RampStage(Section):
     """A smaller batch for a while, at the beginning of a training."""
 
-    epochs: PositiveFloat | None = None  # how long it lasts: so many, or
-    samples: Positive | None = None  # so many samples
+    epochs: PositiveFloat  # how long it lasts; fractions count
     batch: Positive  # global
     nodes: Positive | None = None  # that it runs on, fewer than the training; null: as train.ramp_nodes says
-
-    @model_validator(mode="after")
-    def _lasts_for_something(self) -> "RampStage":
-        if (self.epochs is None) == (self.samples is None):
-            raise ValueError("needs epochs or samples, one of them, for example {epochs: 1, batch: 128}")
-        return self
 
 
 Stages = Literal["auto", "noise", "decay"] | Annotated[list[RampStage], Field(min_length=1)]
@@ -42,17 +35,17 @@ NOISE_BATCHES = 32
 """Micro-batches of each GPU, forward and backward, by which the gradient noise is measured: the next ones of the training."""
 
 
-def _without_settings(value: object) -> object:
-    """Read an empty mapping as true: what is left of the settings that older versions had here, if they were the default ones."""
-    if isinstance(value, Mapping):
-        if value:
-            raise ValueError(f"is true or false; {', '.join(map(str, value))} cannot be set any more")
-        return True
+Measurement = Literal["gradient_norms", "gradient_noise", "hessian"]
+"""Something that a training measures beside the loss and its metrics."""
+
+
+def _require_different(value: object) -> object:
+    """Refuse a list that has an entry twice."""
+    if isinstance(value, list):
+        for entry in value:
+            if value.count(entry) > 1:
+                raise ValueError(f"has {entry} twice")
     return value
-
-
-Measured = Annotated[bool, BeforeValidator(_without_settings)]
-"""Whether something is measured at the end of each epoch."""
 
 
 class BestCheckpoint(Section):
@@ -70,21 +63,20 @@ class BestCheckpoint(Section):
 class EarlyStopping(Section):
     """Conditions that end a training before its last epoch, checked after the evaluation of each epoch."""
 
-    metric: str = "auto"  # auto: that of train.best_checkpoint
-    at_least: float | None = None  # of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
-    at_most: float | None = None  # for example of loss
+    # of train.best_checkpoint.metric, reached or passed; of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
+    target: float | None = None
     patience: Positive | None = None  # epochs in a row without a better value of train.best_checkpoint.metric
     epochs: Positive | None = None  # that are done; schedules stay those of train.epochs
 
     @property
     def by_metric(self) -> bool:
         """Whether evaluations tell when it ends."""
-        return any(value is not None for value in (self.at_least, self.at_most, self.patience))
+        return self.target is not None or self.patience is not None
 
     @model_validator(mode="after")
     def _something_ends_it(self) -> "EarlyStopping":
         if not self.by_metric and self.epochs is None:
-            raise ValueError("needs at_least, at_most, patience or epochs, for example {metric: top1, at_least: 0.76}")
+            raise ValueError("needs target, patience or epochs, for example {target: 0.76}")
         return self
 
 
@@ -263,6 +255,7 @@ class Optimizer(Section):
 FALLING = ("cosine", "linear", "one-cycle")
 SCHEDULES = ("constant", "multistep", *FALLING)
 PEAK = 0.3
+"""Of one-cycle: share of the epochs at which the learning rate is the full one."""
 
 
 class Schedule(Section):
@@ -279,7 +272,6 @@ class Schedule(Section):
     min_lr: NonNegativeFloat = 0.0  # cosine, linear and one-cycle end here
     # linear: share of the epochs at which it starts to fall; before, after the warm-up, the rate is constant
     decay_from: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    peak: Annotated[float, Field(gt=0, lt=1)] = PEAK  # one-cycle: share of the epochs at which the rate is the full one
     args: Arguments = {}  # to an import string; epochs, those of the training, is given where it takes it
 
     @model_validator(mode="after")
@@ -297,9 +289,7 @@ class Schedule(Section):
         if self.kind not in FALLING and self.min_lr:
             raise ValueError(f"min_lr means nothing {kind}; use kind: {', '.join(FALLING)}")
         if self.kind == "one-cycle" and self.warmup_epochs:
-            raise ValueError("one-cycle has a warm-up of its own, up to `peak`; leave warmup_epochs out")
-        if self.kind != "one-cycle" and self.peak != PEAK:
-            raise ValueError(f"peak means nothing {kind}; use kind: one-cycle")
+            raise ValueError("one-cycle has a warm-up of its own; leave warmup_epochs out")
         if self.kind != "linear" and self.decay_from:
             raise ValueError(f"decay_from means nothing {kind}; use kind: linear")
         if self.args and not is_import_string(self.kind):
@@ -331,10 +321,8 @@ class Train(Section):
     # images' memory ordered by pixels; auto: networks with 2-d convolutions, where NVIDIA GPUs use their tensor cores
     channels_last: Literal["auto"] | bool = "auto"
     compile: bool | Literal["default", "max-autotune-no-cudagraphs"] = False  # torch.compile; true or a mode of it
-    cudnn_benchmark: Literal["auto"] | bool = (
-        "auto"  # cuDNN times its algorithms; auto: on NVIDIA, unless deterministic
-    )
-    deterministic: bool = False  # operations that repeat bit for bit, or an error where there is none
+    # operations that repeat bit for bit, or an error where there is none; else cuDNN takes the fastest (NVIDIA GPUs)
+    deterministic: bool = False
     # a copy of the model on each GPU (DistributedDataParallel), or parameters, gradients and optimizer states divided among
     # them (FSDP2): memory falls with the GPUs, traffic is half as much again
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -358,7 +346,7 @@ class Train(Section):
     # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; noise:
     # doubled as the gradient noise scale that was measured grows; decay: doubled where the schedule halves the learning rate,
     # which then falls by the root of 2, with SGD not at all; or stages such as [{epochs: 1, batch: 128},
-    # {samples: 50000, batch: 256}]; null: it does not, but for method ramp
+    # {epochs: 0.5, batch: 256}]; null: it does not, but for method ramp
     ramp: Stages | None = None
     ramp_noise: PositiveFloat | None = (
         None  # of ramp: noise: the batch is at most so many times the noise scale; null: 1
@@ -366,13 +354,13 @@ class Train(Section):
     # the nodes of the stages: same: the training's; auto, which ramp: decay has where nothing is given: as many of search.nodes
     # as each is worth, by what was measured
     ramp_nodes: Literal["same", "auto"] = "same"
-    ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
     oom_policy: Literal["accumulate", "shrink"] = "accumulate"
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
-    diagnostics: bool = False  # gradient norms of every step also where the method does not take them by itself
-    hessian: Measured = False  # the largest eigenvalue at epoch ends, on 128 samples (costs some dozen steps)
-    gradient_noise: Measured = False  # the gradient noise scale at epoch ends, by 32 micro-batches of each GPU
+    # what else is measured. gradient_norms: of every step, which methods that scale gradients log anyway; gradient_noise: the
+    # noise scale at epoch ends, by 32 micro-batches of each GPU; hessian: its largest eigenvalue at epoch ends, on 128 samples
+    # (costs some dozen steps)
+    diagnostics: Annotated[list[Measurement], BeforeValidator(_require_different)] = []
     # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
     # whose mean over samples it is, or of a class with update, compute and reset, as torchmetrics has them
     metrics: dict[MetricName, str | dict[str, Arguments]] = {}
@@ -387,16 +375,15 @@ class Train(Section):
             import_string_of(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)
         stopping = self.early_stopping
-        requested = {
-            "best_checkpoint.metric": self.best_checkpoint.metric,
-            "early_stopping.metric": stopping.metric if stopping else "auto",
-        }
-        for path, name in requested.items():
-            if name not in known:
-                raise ValueError(f"{path}: there is no metric {name!r}; {nearest(name, known) or ', '.join(known)}")
-        has_target = stopping is not None and (stopping.at_least is not None or stopping.at_most is not None)
-        if has_target and self.goal == "auto":
-            raise ValueError("early_stopping: a metric is needed beside at_least or at_most, for example metric: top1")
+        name = self.best_checkpoint.metric
+        if name not in known:
+            raise ValueError(
+                f"best_checkpoint.metric: there is no metric {name!r}; {nearest(name, known) or ', '.join(known)}"
+            )
+        if stopping is not None and stopping.target is not None and name == "auto":
+            raise ValueError(
+                "early_stopping.target is a value of best_checkpoint.metric, which is auto: set it, for example to top1"
+            )
         return self
 
     @property
@@ -409,12 +396,6 @@ class Train(Section):
     def sharded(self) -> bool:
         """Whether the GPUs share one model."""
         return self.parallel == "fsdp"
-
-    @property
-    def goal(self) -> str:
-        """The metric that `early_stopping` compares with its limits."""
-        stopping = self.early_stopping
-        return self.best_checkpoint.metric if stopping is None or stopping.metric == "auto" else stopping.metric
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -463,7 +444,7 @@ class Train(Section):
         nodes = [stage.nodes for stage in named if stage.nodes is not None]
         if sorted(nodes) != nodes:
             raise ValueError(f"ramp: nodes must not become fewer, got {nodes}")
-        if (epochs := sum(stage.epochs or 0 for stage in named)) >= self.epochs:
+        if (epochs := sum(stage.epochs for stage in named)) >= self.epochs:
             raise ValueError(f"ramp: its stages last {epochs:g} epochs, and epochs is {self.epochs}")
         return self
 
@@ -475,16 +456,7 @@ class Train(Section):
     @property
     def measures_noise(self) -> bool:
         """Whether the training measures its gradient noise: as the job says, or because its stages follow from that."""
-        return self.gradient_noise or self.stages == "noise"
-
-    @model_validator(mode="after")
-    def _algorithms_are_repeated_or_chosen_anew(self) -> "Train":
-        if self.deterministic and self.cudnn_benchmark is True:
-            raise ValueError(
-                "cudnn_benchmark: true takes the algorithm that happens to be fastest, deterministic: true the same one each"
-                " time; leave one of them out"
-            )
-        return self
+        return "gradient_noise" in self.diagnostics or self.stages == "noise"
 
     def loaders(self, cores: float) -> int:
         """Return the data-loader processes of a rank that has so many cores."""
@@ -542,7 +514,6 @@ class Search(Section):
     )
     max_node_hours: PositiveFloat | None = None  # the most that probes, and rehearsals of a script, may cost
     max_minutes: PositiveFloat = 20.0  # the most one profiling job may last; SLURM is asked for 2 more, to end it first and write why, and prices count them
-    packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> "Search":

@@ -9,17 +9,20 @@ from tula_cli.spec.ags import Ags, ResolvedAgs
 from tula_cli.spec.job import JobSpec, default_beta1, effective_lr_limit, warmup_epochs
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.script import Script
-from tula_cli.spec.sections import RampStage, Train
+from tula_cli.spec.sections import BestCheckpoint, EarlyStopping, RampStage, Train
 from tula_cli.spec.slurm_options import Slurm
 
 LATER = ("collate_fn", "sampler", "length", "eval_length", "sharded")
 """Keys of section dataset that are left out where they say nothing."""
 
-COMPUTING = {"tf32", "channels_last", "compile", "cudnn_benchmark", "deterministic"}
+COMPUTING = {"tf32", "channels_last", "compile", "deterministic"}
 """Settings of section train that change what a step takes, or how it is rounded, and nothing else."""
 
 REMOVED_FROM_AGS: dict[str, Any] = {"consensus": "broadcast"}
 REMOVED_FROM_ARMS: dict[str, Any] = {"warmup_epochs": 0.0, "ags": None}
+REMOVED_FROM_AUTO: dict[str, Any] = {"holdout": 0.1}
+REMOVED_FROM_STAGES: dict[str, Any] = {"samples": None}
+REMOVED_FROM_TRAIN: dict[str, Any] = {"ghost_batch": None}
 """Keys that older versions had, with the values that tula now always uses: digests have them, so that older runs keep their names."""
 
 
@@ -51,9 +54,8 @@ def _loop_fields(spec: JobSpec) -> dict[str, Any]:
         "train": train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
-                "ghost_batch",
             }
-        ) | _computing_fields(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
+        ) | REMOVED_FROM_TRAIN | _computing_fields(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
         "ags": _ags_fields(spec.ags, {"granularity", "b_small", "source", "apply_to", *_steps_refresh(spec)}),
     }  # fmt: skip
 
@@ -83,7 +85,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["model"], parts["optimizer"] = _model_fields(spec), _optimizer_fields(spec)
     if (beta1 := default_beta1(spec, batch)) is not None:
         parts["optimizer"]["beta1"] = beta1
-    new = {"peak", "args", "decay_from"}
+    new = {"args", "decay_from"}
     later = spec.schedule.model_dump(include=new, exclude_defaults=True)
     parts["schedule"] = spec.schedule.model_dump(exclude=new) | later
     parts["dataset"] = _dataset_fields(spec)
@@ -92,8 +94,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["train"] = (
         spec.train.model_dump(
             exclude={
-                *("workers", "checkpoint_every", "oom_policy", "max_attempts", "diagnostics", "hessian"),
-                "gradient_noise",
+                *("workers", "checkpoint_every", "oom_policy", "max_attempts", "diagnostics"),
                 *("metrics", "best_checkpoint"),  # they tell of the weights and change none
                 "early_stopping",
                 *(name for name in ("ramp", "ramp_noise") if getattr(spec.train, name) is None),
@@ -104,21 +105,32 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
                 *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
             }
         )
+        | REMOVED_FROM_TRAIN
         | _computing_fields(spec.train, {"tf32"})
         | _lr_limit(spec, batch)
     )
     if (stopping := spec.train.early_stopping) is not None:  # `until` was its name
-        parts["train"]["until"] = stopping.model_dump(exclude={"epochs"} if stopping.epochs is None else None)
+        parts["train"]["until"] = _stopping_fields(stopping, spec.train.best_checkpoint)
     if isinstance(spec.train.ramp, list):
-        parts["train"]["ramp"] = [stage.model_dump(exclude=_without_nodes(stage)) for stage in spec.train.ramp]
+        parts["train"]["ramp"] = [
+            REMOVED_FROM_STAGES | stage.model_dump(exclude=_without_nodes(stage)) for stage in spec.train.ramp
+        ]
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
-        parts["auto"] = spec.auto.model_dump(exclude={"arms", "branch_epochs"}) | {"epochs": spec.auto.branch_epochs}
+        branches = {"epochs": spec.auto.branch_epochs, **REMOVED_FROM_AUTO}
+        parts["auto"] = spec.auto.model_dump(exclude={"arms", "branch_epochs"}) | branches
         parts["auto"]["arms"] = [arm.model_dump() | REMOVED_FROM_ARMS for arm in spec.auto.arms]
     if code:
         parts["code"] = code
     return digest({**parts, "nodes": nodes, "batch": batch})
+
+
+def _stopping_fields(stopping: EarlyStopping, best: BestCheckpoint) -> dict[str, Any]:
+    """Return when a training ends, by the keys that older versions had."""
+    target, bound = stopping.target, "at_most" if best.falls else "at_least"
+    fields = {"metric": best.metric, "at_least": None, "at_most": None, "patience": stopping.patience, bound: target}
+    return fields if stopping.epochs is None else {**fields, "epochs": stopping.epochs}
 
 
 def _without_nodes(stage: RampStage) -> set[str]:

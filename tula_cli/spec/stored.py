@@ -6,15 +6,19 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.old_keys import remove_old_keys, replace_old_keys
 from tula_cli.spec.sections import REMOVED_STRATEGIES
 
 
 def without_removed_values(content: Any) -> Any:
-    """Return a stored job, as plain values, with `search.strategy: auto` in place of a strategy that was removed since."""
+    """Return a stored job, as plain values, without removed keys, and with `search.strategy: auto` in place of a removed one.
+
+    What was measured stays readable; a training that depended on such a key has another name, and is not taken up.
+    """
     if not isinstance(content, Mapping):
         return content
-    updated = dict(content)
-    search, node_types = content.get("search"), content.get("node_types")
+    updated = remove_old_keys(replace_old_keys(content))
+    search, node_types = updated.get("search"), updated.get("node_types")
     if isinstance(search, Mapping) and str(search.get("strategy")) in REMOVED_STRATEGIES:
         updated["search"] = {**search, "strategy": "auto"}
     if isinstance(node_types, Mapping):

@@ -109,14 +109,9 @@ def configure_device(train: Train, device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.backends.cudnn.deterministic = train.deterministic
-    torch.backends.cudnn.benchmark = _uses_cudnn_benchmark(train)
+    # MIOpen would search for minutes.
+    torch.backends.cudnn.benchmark = not train.deterministic and torch.version.hip is None
     _set_tf32(enabled=train.tf32)
-
-
-def _uses_cudnn_benchmark(train: Train) -> bool:
-    if train.cudnn_benchmark == "auto":  # MIOpen searches for minutes
-        return not train.deterministic and torch.version.hip is None
-    return train.cudnn_benchmark
 
 
 def _set_tf32(*, enabled: bool) -> None:

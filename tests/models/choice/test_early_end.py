@@ -19,19 +19,20 @@ def rows(*top1: float, **more: list[float]) -> list[dict[str, Any]]:
     ]
 
 
-def train(**until: Any) -> Train:
-    metrics = {"f1": "mine:f1"} if until.get("metric") == "f1" else {}
-    return Train(epochs=9, early_stopping=until, metrics=metrics)  # type: ignore[arg-type]
+def train(metric: str = "auto", **stopping: Any) -> Train:
+    metrics = {"f1": "mine:f1"} if metric == "f1" else {}
+    best = {"metric": metric}
+    return Train(epochs=9, early_stopping=stopping, best_checkpoint=best, metrics=metrics)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("until", "found", "epoch"),
     [
-        ({"metric": "top1", "at_least": 0.7}, rows(50, 69, 71, 80), 3),
-        ({"metric": "top1", "at_least": 0.9}, rows(50, 69, 71, 80), None),
-        ({"metric": "loss", "at_most": 0.5}, rows(50, 69, 71, 80), 2),
+        ({"metric": "top1", "target": 0.7}, rows(50, 69, 71, 80), 3),
+        ({"metric": "top1", "target": 0.9}, rows(50, 69, 71, 80), None),
+        ({"metric": "loss", "target": 0.5}, rows(50, 69, 71, 80), 2),
         ({"patience": 2}, rows(50, 69, 60, 61, 80), 4),
-        ({"metric": "f1", "at_least": 0.3}, rows(0, 0, 0, f1=[0.1, 0.2, 0.4]), 3),
+        ({"metric": "f1", "target": 0.3}, rows(0, 0, 0, f1=[0.1, 0.2, 0.4]), 3),
     ],
 )
 def test_the_rows_of_a_training_tell_where_it_would_have_ended(until: Any, found: Any, epoch: int | None) -> None:
@@ -40,9 +41,9 @@ def test_the_rows_of_a_training_tell_where_it_would_have_ended(until: Any, found
 
 
 def test_rows_without_the_metric_tell_nothing() -> None:
-    asked = train(metric="f1", at_least=0.3)
+    asked = train(metric="f1", target=0.3)
     assert not has_metrics(rows(50, 60), asked) and not has_metrics([], asked)
-    assert not has_metrics([{**row, "top1": None} for row in rows(50, 60)], train(metric="top1", at_least=0.7))
+    assert not has_metrics([{**row, "top1": None} for row in rows(50, 60)], train(metric="top1", target=0.7))
 
 
 def test_the_prediction_of_some_epochs_keeps_starts_and_ends_whole() -> None:

@@ -184,7 +184,7 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     told = [Forecast.from_results(one, results, noise=path((0, 20), reference=32)).warnings for one in (spec, short)]
     assert [STAGES_NOT_DELAYED in warnings for warnings in told] == [False, True]
     untold = Forecast.from_results(spec, results)
-    assert any("a training with train.gradient_noise measures it" in text for text in untold.warnings)
+    assert any("a training with train.diagnostics: [gradient_noise] measures it" in text for text in untold.warnings)
 
 
 # --- while it trains

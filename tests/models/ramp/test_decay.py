@@ -70,7 +70,7 @@ SCHEDULES = st.one_of(
         st.sampled_from(["cosine", "linear"]), st.sampled_from([0.0, 0.001, 0.02]), st.sampled_from([0, 1.5, 5]),
     ),
     st.builds(lambda share: {"kind": "linear", "decay_from": share}, st.floats(0, 0.9)),
-    st.builds(lambda peak: {"kind": "one-cycle", "peak": peak}, st.floats(0.05, 0.9)),
+    st.just({"kind": "one-cycle"}),
     st.builds(
         lambda at, gamma: {"kind": "multistep", "milestones": sorted(at), "gamma": gamma},
         st.lists(st.integers(0, 19), min_size=1, max_size=5), st.sampled_from([0.1, 0.2, 0.5]),
@@ -104,7 +104,6 @@ def test_a_decay_to_nothing_saves_more_than_30_percent_of_the_steps(kind: str, l
 
 def test_stages_divide_among_gpus_and_micro_batches() -> None:
     assert begins(of(parts=48, accumulate=2, batch=960)) == {96: 0, 240: 10, 480: 13.33, 960: 15.24}
-    assert begins(of(parts=8, batch=1024, ghost_batch=48)) == {128: 0, 256: 10, 384: 13.33, 1024: 15.4}
 
 
 def test_at_or_below_the_reference_batch_nothing_grows() -> None:
@@ -178,7 +177,6 @@ def test_a_warm_up_stays() -> None:
         ({"kind": "cosine", "min_lr": 0.5}, {}, "schedule.kind cosine does not in 20 epochs"),
         ({"kind": "cosine", "warmup_epochs": 20}, {}, "schedule.kind cosine does not in 20 epochs"),
         ({"kind": "linear", "decay_from": 0.99}, {}, "schedule.kind linear does not in 20 epochs"),
-        ({"kind": "one-cycle", "peak": 0.99}, {}, "schedule.kind one-cycle does not in 20 epochs"),
         (COSINE, {"early_stopping": {"epochs": 5}}, "schedule.kind cosine does not in 5 of 20 epochs"),
         ({"kind": "cosine", "warmup_epochs": 6}, {"early_stopping": {"epochs": 5}}, "does not in 5 of 20 epochs"),
         ({"kind": "mine:halves"}, {}, "mine:halves is your own code; name the stages, train.ramp: .*lr_scaling: linear"),

@@ -119,8 +119,8 @@ def test_each_row_is_a_training_of_its_own_under_its_own_words(run: RunDir) -> N
 
 
 def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: RunDir) -> None:
-    found = plan(run, "ags", "ags:delta=0.5", "lbt:train.diagnostics=true")
-    assert [cell.method for cell in found.comparison.cells] == ["lbt", "ags", "lbt:train.diagnostics=true"]
+    found = plan(run, "ags", "ags:delta=0.5", "lbt:train.diagnostics=[gradient_norms]")
+    assert [cell.method for cell in found.comparison.cells] == ["lbt", "ags", "lbt:train.diagnostics=[gradient_norms]"]
     assert "ags:delta=0.5 is the same training as ags: it is trained once, as that row" in found.warnings
 
 

@@ -127,7 +127,7 @@ def test_metrics_that_the_training_did_not_have_are_written_with_the_best_and_th
         "epochs": 9,
         "metrics": {"f1": "mine:f1"},
         "best_checkpoint": {"metric": "f1"},
-        "early_stopping": {"metric": "f1", "at_least": 1},
+        "early_stopping": {"target": 1},
     }
     run = RunDir.create(tmp_path, make.spec(train=old))
     add_training(run, "aaaa", 100)

@@ -37,7 +37,9 @@ def trained(run: RunDir, name: str, *, batch: int, noise: bool = True, factor: f
     make_runs.add_training(run, rows=rows, signature=name)
     task = run.training(name).newest_task()
     assert task is not None
-    job = make_runs.spec(train={**task.spec.train.model_dump(exclude_unset=True), "gradient_noise": noise})
+    job = make_runs.spec(
+        train={**task.spec.train.model_dump(exclude_unset=True), "diagnostics": ["gradient_noise"] if noise else []}
+    )
     run.write_task(task.model_copy(update={"spec": job}))
 
 
@@ -115,7 +117,7 @@ def test_a_training_begins_with_its_stages_in_the_task(tmp_path: Path) -> None:
     run = noisy_run(tmp_path)
     with pytest.raises(BadMeasurements, match="nothing has measured the gradient noise scale") as refused:
         plan(run, nodes=2, batch=512)
-    assert "a training with train.gradient_noise" in refused.value.hint
+    assert "a training with train.diagnostics: [gradient_noise]" in refused.value.hint
     trained(run, "b" * 8, batch=64)
     task = plan(run, nodes=2, batch=512).task
     assert [stage.batch for stage in task.stages] == [64, 128, 256, 512]

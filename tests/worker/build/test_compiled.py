@@ -139,18 +139,18 @@ def test_nothing_is_compiled_in_what_a_probe_times(
 @pytest.mark.parametrize("mode", [True, "max-autotune-no-cudagraphs"])
 def test_a_whole_training_is_compiled(alone: Ranks, run: RunDir, mode: Any) -> None:
     """With torch's own compiler, which needs one of C++ here."""
-    subject = spec(**{**AGS, **NORM, "train": {**AGS["train"], "compile": mode, "hessian": True}})
+    subject = spec(**{**AGS, **NORM, "train": {**AGS["train"], "compile": mode, "diagnostics": ["hessian"]}})
     task = train_task(subject)
     run_training(task, run, alone, build_datasets(subject))
     losses = [row["loss"] for row in rows(run, task, "epoch")]
     plain = RunDir(run.path.with_name("plain"))
-    as_written = train_task(spec(**{**AGS, **NORM, "train": {**AGS["train"], "hessian": True}}))
+    as_written = train_task(spec(**{**AGS, **NORM, "train": {**AGS["train"], "diagnostics": ["hessian"]}}))
     run_training(as_written, plain, alone, build_datasets(subject))
     assert losses == pytest.approx([row["loss"] for row in rows(plain, as_written, "epoch")], rel=1e-3)
 
 
 def test_each_batch_of_one_that_grows_is_compiled(alone: Ranks, compiler: Compiler) -> None:
-    stages = [{"samples": 26, "batch": batch} for batch in range(4, 14)]
+    stages = [{"epochs": 0.27, "batch": batch} for batch in range(4, 14)]
     subject = trainer(spec(train={"compile": True, "ramp": stages, "epochs": 4}), alone)
     taken = {step.batch for step in worker_train_loop.run_steps(subject)}
     assert len(taken) == 11 and len(compiler.seen) >= 11

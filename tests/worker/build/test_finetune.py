@@ -18,7 +18,6 @@ from tula_cli.spec.signature import measurement_signature, train_signature
 from tula_cli.worker.build import finetune
 from tula_cli.worker.build.data import build_datasets
 from tula_cli.worker.build.finetune import parameter_groups, parameters_matching
-from tula_cli.worker.build.norms import GhostBatchNorm, apply_ghost_batch_norm
 from tula_cli.worker.build.zoo import build_model, build_optimizer
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -109,14 +108,6 @@ def test_frozen_statistics_stay_in_evaluation_when_the_model_is_trained():
     assert torch.allclose(whole[1](whole[0](x)), whole[0](x), atol=1e-4)  # statistics 0 and 1
     assert model(frozen=["1.bias"])[1].training  # its scale is trained, so it takes statistics
     assert model(frozen=["0", "5"])[1].training
-
-
-def test_ghost_batches_leave_frozen_norms_alone():
-    whole = nn.Sequential(model(frozen=["1"]), model())
-    apply_ghost_batch_norm(whole, 2)
-    assert not isinstance(whole[0][1], GhostBatchNorm) and isinstance(whole[1][1], GhostBatchNorm)
-    with pytest.raises(SpecError, match="no BatchNorm that is trained"):
-        apply_ghost_batch_norm(model(frozen=["1"]), 2)
 
 
 def test_nothing_left_to_train_is_refused():

@@ -2,7 +2,6 @@
 
 import json
 import warnings as python_warnings
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.worker.build.data import build_datasets
-from tula_cli.worker.build.norms import GhostBatchNorm
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.methods.scaling import excluded_parameters
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.batch_partition import check_ghost_batches
 
 ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
 METHODS: dict[str, dict[str, Any]] = {
@@ -39,11 +36,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "ortho": {},
     "static": {"ags": {"delta": "inf", "factor": 1.5}},
     "sqrt": {"train": {"method": "lbt", "lr_scaling": "sqrt"}},
-    "ghost": {"train": {"method": "lbt", "ghost_batch": 4}},
-    "ghost, ags": {"train": {"method": "ags", "ghost_batch": 4}, "ags": {"delta": "inf"}},
 }
 each = pytest.mark.parametrize("name", METHODS)
-varied = pytest.mark.parametrize("name", ["sqrt", "ghost", "ghost, ags"])  # test_table has the methods
+varied = pytest.mark.parametrize("name", ["sqrt"])  # test_table has the methods
 
 
 def job(name: str, **changes: Any) -> dict[str, Any]:
@@ -93,7 +88,7 @@ def test_a_relaunch_at_another_batch_goes_on(alone: Ranks, run: RunDir, name: st
 def test_a_method_is_not_the_plain_large_batch_and_learns(alone: Ranks, name: str) -> None:
     sections = job(name)
     ours, steps = trained(spec(**sections), alone)
-    plain = {**sections, "train": {**sections["train"], "method": "lbt", "lr_scaling": "auto", "ghost_batch": None}}
+    plain = {**sections, "train": {**sections["train"], "method": "lbt", "lr_scaling": "auto"}}
     theirs, _ = trained(spec(**plain), alone)
     assert not same(ours, theirs)
     assert float(steps[-1].loss) < 0.5 * float(steps[0].loss)
@@ -108,7 +103,7 @@ def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
     assert all(bool(value.isfinite().all()) for value in state.values())
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho", "ghost"])
+@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho"])
 def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
     sections = job(name)
     task = probe_task(spec(**sections), 16)
@@ -187,58 +182,11 @@ def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
     assert seen == [(pytest.approx(square, rel=0.02), 8)]
 
 
-def test_ghost_batches_go_with_recomputed_activations(alone: Ranks) -> None:
-    sections = {"model": {"name": "small_cnn", "args": {"in_channels": 1, "width": 4}}}
-    plain, _ = trained(spec(**sections, train={"ghost_batch": 4}), alone)
-    recomputed, _ = trained(spec(**sections, train={"ghost_batch": 4, "activation_checkpointing": True}), alone)
-    for name, value in plain.items():
-        torch.testing.assert_close(recomputed[name], value, rtol=1e-4, atol=1e-5)
-
-
-def test_ghost_batches_are_refused_where_there_is_a_rest_or_nothing_to_normalise(alone: Ranks) -> None:
-    norm = {"model": {"args": {"norm": True}}}
-    subject = trainer(spec(**norm, train={"ghost_batch": 4}), alone)
-    assert any(isinstance(module, GhostBatchNorm) for module in subject.parallel.modules())
-    with pytest.raises(SpecError, match="ghost_batch 6 does not divide the 16 samples"):
-        trainer(spec(**norm, train={"ghost_batch": 6}), alone)
-    with pytest.raises(SpecError, match="has no BatchNorm"):
-        trainer(spec(train={"ghost_batch": 4}), alone)
-
-
-@pytest.mark.parametrize(
-    ("train", "ags", "refused"),
-    [
-        ({"method": "ags"}, {"b_small": 5}, True),
-        ({"method": "ags", "reference_batch": 5}, {"preset": "robust"}, True),  # one rank alone takes one too
-        ({"method": "ags"}, {"b_small": 6}, False),
-        ({"method": "ags", "accumulate": 8}, {"b_small": 5}, False),  # no more than 4 at a time
-        ({"method": "static"}, {"b_small": 5}, False),
-        ({"method": "lbt"}, {"b_small": 5}, False),
-    ],
-)
-def test_a_small_batch_that_leaves_one_sample_to_a_ghost_batch_is_refused(
-    alone: Ranks, train: dict[str, Any], ags: dict[str, Any], refused: bool
-) -> None:
-    job = spec(model={"args": {"norm": True}}, train={"ghost_batch": 4, **train}, ags=ags)
-    with pytest.raises(SpecError, match="leaves 1 sample over of the 5") if refused else nullcontext():
-        trainer(job, alone, batch=32)
-
-
-def test_on_several_gpus_it_is_the_share_of_one_that_counts() -> None:
-    ghost = {"method": "ags", "ghost_batch": 4, "reference_batch": 5}
-    robust, halved = spec(train=ghost, ags={"preset": "robust"}), {**ghost, "accumulate": 2}
-    check_ghost_batches(robust, 32, world=2)  # takes no small batch
-    check_ghost_batches(spec(train=halved, ags={"b_small": 12}), 32, world=2)  # 6 and 6
-    with pytest.raises(SpecError, match="leaves 1 sample over of the 5"):
-        check_ghost_batches(spec(train=halved, ags={"b_small": 10}), 32, world=2)  # 5 and 5
-
-
 @pytest.mark.parametrize(
     ("sections", "batch", "message"),
     [
         ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "post-local SGD on one GPU is plain SGD"),
         ({"train": {"method": "adascale"}}, 8, "AdaScale has nothing to gain"),
-        ({"train": {"ghost_batch": 16}, "model": {"args": {"norm": True}}}, 16, "train.ghost_batch 16 changes nothing"),
         ({"train": {"method": "static"}}, 8, "AGS leaves the gradients as they are"),
         ({"train": {"method": "adascale"}}, 16, ""),
         ({"train": {"method": "lrs"}}, 16, ""),
@@ -318,11 +266,11 @@ def test_ags_leaves_out_embeddings_unless_the_job_says_all() -> None:
 
 
 def test_ags_leaves_out_what_the_job_names(alone: Ranks) -> None:
-    sections = job("ghost, ags", ags={"exclude": ["norms", "biases"]})
+    sections = job("static", ags={"exclude": ["norms", "biases"]})
     subject = trainer(spec(**sections), alone)
     assert subject.ags is not None
     names = {p: name for name, p in subject.parallel.module.named_parameters()}
     left = {names[p] for p in names if p not in subject.ags.setup.excluded}
     assert left and all(name.endswith("weight") for name in left)
     with pytest.raises(SpecError, match=r"ags\.exclude"):
-        trainer(spec(**job("ghost, ags", ags={"exclude": ["nothing.*"]})), alone)
+        trainer(spec(**job("static", ags={"exclude": ["nothing.*"]})), alone)

@@ -40,9 +40,11 @@ def changes(squares: list[float]) -> list[float]:
     "job",
     [
         AGS,
-        {"train": {"method": "lbt", "diagnostics": True}},
-        {"train": {"method": "lbt", "diagnostics": True, "max_grad_norm": 0.01}},  # seen before they are clipped
-        {"train": {"method": "lbt", "diagnostics": True, "accumulate": 2}},
+        {"train": {"method": "lbt", "diagnostics": ["gradient_norms"]}},
+        {
+            "train": {"method": "lbt", "diagnostics": ["gradient_norms"], "max_grad_norm": 0.01}
+        },  # seen before they are clipped
+        {"train": {"method": "lbt", "diagnostics": ["gradient_norms"], "accumulate": 2}},
     ],
     ids=["ags", "lbt", "clipped", "accumulated"],
 )
@@ -70,7 +72,7 @@ def test_the_quantiles_are_those_of_the_averaged_gradients(alone: Ranks, job: di
 
 
 def test_a_scaled_loss_and_a_skipped_step_leave_no_trace_in_the_norms(alone: Ranks) -> None:
-    plain, scaled = (trainer(spec(train={"method": "lbt", "diagnostics": True}), alone) for _ in range(2))
+    plain, scaled = (trainer(spec(train={"method": "lbt", "diagnostics": ["gradient_norms"]}), alone) for _ in range(2))
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     reports = []
     for subject in (plain, scaled):
@@ -101,7 +103,7 @@ def test_a_step_that_grad_scaler_skips_is_not_counted_for_ags(alone: Ranks) -> N
 
 
 def test_only_who_asks_or_scales_has_diagnostics(alone: Ranks) -> None:
-    jobs = [{}, {"train": {"diagnostics": True}}, AGS]
+    jobs = [{}, {"train": {"diagnostics": ["gradient_norms"]}}, AGS]
     assert [Diagnostics.attach(trainer(spec(**job), alone)) is not None for job in jobs] == [False, True, True]
     idle = trainer(spec(**AGS), alone, batch=8)  # the reference batch: nothing is scaled
     assert Diagnostics.attach(idle) is None
@@ -138,7 +140,7 @@ def test_epoch_rows_hold_norms_changes_and_factors(alone: Ranks, run: RunDir) ->
 
 
 def test_without_scaling_there_is_no_share_and_no_factor(alone: Ranks, run: RunDir) -> None:
-    plain, asked = train_task(spec()), train_task(spec(train={"diagnostics": True}), signature="asked")
+    plain, asked = train_task(spec()), train_task(spec(train={"diagnostics": ["gradient_norms"]}), signature="asked")
     for task in (plain, asked):
         run_job(run, alone, task)
     assert [row["diagnostics"] for row in rows(run, plain, "epoch")] == [None, None]
@@ -147,7 +149,7 @@ def test_without_scaling_there_is_no_share_and_no_factor(alone: Ranks, run: RunD
 
 
 def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ranks, run: RunDir) -> None:
-    settings = {"hessian": True, "epochs": 2, "method": "ags"}
+    settings = {"diagnostics": ["hessian"], "epochs": 2, "method": "ags"}
     task = train_task(spec(train=settings, ags={"b_small": 4}))
     run_job(run, alone, task)
     found = list(rows(run, task, "hessian"))
@@ -162,7 +164,7 @@ def test_curvature_rows_come_at_the_start_and_at_the_end_of_each_epoch(alone: Ra
 def test_looking_changes_no_weight(alone: Ranks, tmp_path: Path, method: str) -> None:
     network = {"model": {"args": {"norm": True, "dropout": 0.3}}}
     plain = spec(**network, train={"method": method})
-    asked = spec(**network, train={"method": method, "hessian": True, "diagnostics": True})
+    asked = spec(**network, train={"method": method, "diagnostics": ["hessian", "gradient_norms"]})
     tasks = [train_task(job) for job in (plain, asked)]
     assert tasks[0].signature == tasks[1].signature
     found = [run_job(RunDir.create(tmp_path / str(n), task.spec), alone, task) for n, task in enumerate(tasks)]

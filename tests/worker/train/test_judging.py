@@ -185,38 +185,46 @@ def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("until", "found", "why"),
+    ("metric", "stopping", "found", "why"),
     [
-        ({"metric": "top1", "at_least": 0.76}, {"top1": 76.2}, "top1 is 76.20, at least 76.00"),
-        ({"metric": "top1", "at_least": 76}, {"top1": 75.9}, ""),
-        ({"metric": "top1", "at_least": 76}, {"top1": math.nan}, ""),
-        ({"metric": "loss", "at_most": 0.5}, {"loss": 0.4}, "loss is 0.4000, at most 0.5000"),
-        ({"patience": 3}, {}, "no better epoch than 2 in 3 epochs"),
-        ({"patience": 4}, {}, ""),
+        ("top1", {"target": 0.76}, {"top1": 76.2}, "top1 is 76.20, at least 76.00"),
+        ("top1", {"target": 76}, {"top1": 75.9}, ""),
+        ("top1", {"target": 76}, {"top1": math.nan}, ""),
+        ("loss", {"target": 0.5}, {"loss": 0.4}, "loss is 0.4000, at most 0.5000"),
+        ("loss", {"target": 0.5}, {"loss": 0.6}, ""),
+        ("auto", {"patience": 3}, {}, "no better epoch than 2 in 3 epochs"),
+        ("auto", {"patience": 4}, {}, ""),
     ],
 )
-def test_what_ends_a_training(until: dict[str, Any], found: dict[str, float], why: str) -> None:
+def test_what_ends_a_training(metric: str, stopping: dict[str, Any], found: dict[str, float], why: str) -> None:
     kept = {"top1": 50.0, "loss": 1.0, "epoch": 2.0}
-    assert early_stopping.describe_stop(values(**found), kept, section(early_stopping=until), epoch=5) == why
+    assert (
+        early_stopping.describe_stop(
+            values(**found), kept, section(best_checkpoint={"metric": metric}, early_stopping=stopping), epoch=5
+        )
+        == why
+    )
+
+
+LOSS_BELOW_100 = {"best_checkpoint": {"metric": "loss"}, "early_stopping": {"target": 100}}
 
 
 def test_a_training_ends_at_its_target_with_a_result_and_stays_ended(alone: Ranks, run: RunDir) -> None:
-    task = train(run, alone, epochs=50, early_stopping={"metric": "loss", "at_most": 100})
+    task = train(run, alone, epochs=50, **LOSS_BELOW_100)
     result = run.training(task.signature).result()
     assert result is not None
     assert (result.epochs, result.samples) == (1, 96) and result.ended.startswith("loss is")
     assert run.training(task.signature).weights() is not None
-    train(run, alone, epochs=50, early_stopping={"metric": "loss", "at_most": 100})
+    train(run, alone, epochs=50, **LOSS_BELOW_100)
     assert len(list(rows(run, task, "start"))) == 1
 
 
 def test_a_training_killed_between_its_early_end_and_its_result_trains_no_more(alone: Ranks, run: RunDir) -> None:
-    until = {"metric": "loss", "at_most": 100}
-    task = train(run, alone, epochs=50, early_stopping=until)
+    task = train(run, alone, epochs=50, **LOSS_BELOW_100)
     result = run.training(task.signature).result()
     assert result is not None
     (run.training(task.signature).path / "result.json").unlink()
-    train(run, alone, epochs=50, early_stopping=until)
+    train(run, alone, epochs=50, **LOSS_BELOW_100)
     again = run.training(task.signature).result()
     assert again is not None
     assert (again.samples, again.ended, again.metrics) == (result.samples, result.ended, result.metrics)
@@ -242,8 +250,8 @@ def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> N
         ({"metrics": {"top1": "a:b"}}, "metrics.top1: the name is taken"),
         ({"metrics": {"f1": "f1"}}, "an import string is package.module:attribute"),
         ({"best_checkpoint": {"metric": "los"}}, "there is no metric 'los'; did you mean loss"),
-        ({"early_stopping": {}}, "needs at_least, at_most, patience or epochs"),
-        ({"early_stopping": {"at_least": 0.5}}, "a metric is needed beside at_least"),
+        ({"early_stopping": {}}, "needs target, patience or epochs"),
+        ({"early_stopping": {"target": 0.5}}, "target is a value of best_checkpoint.metric, which is auto"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: str) -> None:

@@ -23,7 +23,7 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.step_watch import StepWatch
 
-RAMP = [{"samples": 40, "batch": 8}, {"epochs": 1.25, "batch": 16}]
+RAMP = [{"epochs": 0.4, "batch": 8}, {"epochs": 1.25, "batch": 16}]
 """Of epochs of 100 samples: 5 steps of 8, one of 16 x 3 in the first epoch, and a change in the middle of the second."""
 ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None}
 
@@ -247,19 +247,9 @@ def test_parts_of_micro_batches_are_those_that_the_stage_needs(alone: Ranks) -> 
     assert [step.batch for step in cut] == [step.batch for step in steps_of(trainer(task.spec, alone, batch=32))]
 
 
-def test_parts_of_a_stage_are_whole_ghost_batches(alone: Ranks) -> None:
-    ghosts = job(ramp=[{"epochs": 1, "batch": 24}], train={"ghost_batch": 8})
-    task = train_task(ghosts, batch=64).model_copy(update={"splits": 4})
-    subject = worker_train_loop.build_trainer(task, alone, build_datasets(task.spec), batch=64, workers=0, refresh=True)
-    assert subject.sizes.splits == {24: 3, 64: 4}, "of 16 and of 8 samples; two parts would be of 12"
-
-
 def test_a_stage_that_does_not_divide_is_refused(alone: Ranks) -> None:
     with pytest.raises(SpecError, match="batch 9 does not divide by 2"):
         trainer(job(ramp=[{"epochs": 1, "batch": 9}], train={"accumulate": 2}), alone, batch=32)
-    ghosts = job(ramp=[{"epochs": 1, "batch": 12}], train={"ghost_batch": 8})
-    with pytest.raises(SpecError, match="ghost_batch 8 does not divide the 12"):
-        trainer(ghosts, alone, batch=32)
 
 
 # --- what is told
@@ -321,7 +311,7 @@ def test_steps_of_another_batch_are_watched_by_themselves(
 
 def test_the_gradient_noise_is_measured_at_the_batch_in_use(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     """In the first epoch's end the micro-batches that follow have 16 samples, and later ones 32."""
-    task = train_task(job(train={"gradient_noise": True}), batch=32)
+    task = train_task(job(train={"diagnostics": ["gradient_noise"]}), batch=32)
     train(run, alone, task)
     assert [row["stats"]["local_batch"] for row in rows(run, task, "noise")] == [16, 32, 32, 32]
     unbroken = RunDir.create(tmp_path / "without", job())

@@ -132,7 +132,7 @@ def test_a_stream_that_ends_early_is_told(alone: Ranks) -> None:
         (stream(length=None), "Stream has no length"),
         (stream(sampler="token_jobs:rare_first"), "an iterable dataset has an order of its own"),
         (stream(train={"method": "auto"}), "train.method auto holds out samples by their number"),
-        (stream(train={"hessian": True}), "train.hessian asks for samples by their number"),
+        (stream(train={"diagnostics": ["hessian"]}), "train.diagnostics: hessian asks for samples by their number"),
         (tokens(dataset={"length": 7}), "are for iterable datasets"),
         (tokens(dataset={"eval_length": 7}), "is for iterable datasets"),
         (tokens(dataset={"sampler": "token_jobs:padded"}), "sampler"),

@@ -58,7 +58,6 @@ def evaluated(run: RunDir, ranks: Ranks, job: JobSpec, path: Path, **changes: An
         {},
         {"method": "ags", "accumulate": 2},
         {"method": "schedule_free"},
-        {"ghost_batch": 4},
         {"method": "lrs", "precision": "bf16", "metrics": {"error": "worker_jobs:error"}},
     ],
 )

@@ -49,14 +49,12 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
     stopping = train.early_stopping
     if stopping is None:
         return ""
-    value = values.get(train.goal, math.nan)
-    least, most = (
-        None if bound is None else in_unit(train.goal, bound) for bound in (stopping.at_least, stopping.at_most)
-    )
-    if least is not None and value >= least:
-        return f"{train.goal} is {number(value, 4)}, at least {number(least, 4)}"
-    if most is not None and value <= most:
-        return f"{train.goal} is {number(value, 4)}, at most {number(most, 4)}"
+    if stopping.target is not None:
+        best = train.best_checkpoint
+        value, target = values.get(best.metric, math.nan), convert_to_unit(best.metric, stopping.target)
+        if value <= target if best.falls else value >= target:
+            bound = "at most" if best.falls else "at least"
+            return f"{best.metric} is {number(value, 4)}, {bound} {number(target, 4)}"
     if stopping.epochs is not None and epoch >= stopping.epochs:
         return f"train.early_stopping.epochs is {stopping.epochs}"
     if stopping.patience is not None and epoch - kept["epoch"] >= stopping.patience:
@@ -64,7 +62,7 @@ def describe_stop(values: Values, kept: Mapping[str, float], train: Train, *, ep
     return ""
 
 
-def in_unit(metric: str, bound: float) -> float:
+def convert_to_unit(metric: str, bound: float) -> float:
     """Return a bound in the metric's unit: one of an accuracy up to 1 is a share, others are percent."""
     return 100 * bound if metric in PERCENT and bound <= 1 else bound
 
@@ -77,7 +75,7 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
 
     Args:
         rows: of its epochs, as metrics.jsonl has them, first epoch first.
-        train: the section, with `until`.
+        train: the section, with `early_stopping`.
     """
     kept: dict[str, float] = {}
     for row in rows:
@@ -90,9 +88,9 @@ def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
 
 
 def has_metrics(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
-    """Return whether rows have the metrics that `until` and `best` ask for; a metric may have come later."""
-    named_metrics = {train.goal, train.best_checkpoint.metric} - {"auto"}
-    return all(any(not math.isnan(_metric_values(row).get(name, math.nan)) for row in rows) for name in named_metrics)
+    """Return whether rows have the metrics that `best_checkpoint` asks for; a metric may have come later."""
+    metric = train.best_checkpoint.metric
+    return metric == "auto" or any(not math.isnan(_metric_values(row).get(metric, math.nan)) for row in rows)
 
 
 def _metric_values(row: Mapping[str, Any]) -> dict[str, float]:

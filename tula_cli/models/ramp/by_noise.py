@@ -25,7 +25,7 @@ MAX_NOISE = 1e12
 """Samples that a noise scale is taken for where the gradient is lost in its noise."""
 NOISE_NOT_MEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
 STAGES_NOT_DELAYED = "nothing puts the stages of train.ramp: noise off: the noise is measured at the end of an epoch, and they begin before"
-HOW_TO_MEASURE = "a training with train.gradient_noise measures it; train.ramp: auto needs none"
+HOW_TO_MEASURE = "a training with train.diagnostics: [gradient_noise] measures it; train.ramp: auto needs none"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def warn_missing_noise(spec: JobSpec, noise: NoisePath | None) -> list[str]:
         return [
             *settled,
             "the stages of train.ramp: noise rest on the noise at the start of training, which tells little of some jobs:"
-            " a training with train.gradient_noise measures it after each epoch",
+            " a training with train.diagnostics: [gradient_noise] measures it after each epoch",
         ]
     return settled
 

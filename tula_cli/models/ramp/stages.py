@@ -128,15 +128,15 @@ def build_ramp(
     if stages_setting is None:
         return Ramp.constant(batch)
     if decided and not isinstance(stages_setting, list):
-        return _fit_stages([*stages_below(decided, batch)], [divisor], spec.train.ghost_batch)
+        return _fit_stages([*stages_below(decided, batch)], [divisor])
     if stages_setting == "noise" and noise is not None:
         planned = stages_by_noise(
             noise, batch=batch, factor=noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
         )
-        return _fit_stages(planned, [divisor, *fewer], spec.train.ghost_batch)
+        return _fit_stages(planned, [divisor, *fewer])
     if stages_setting == "decay":
         planned = stages_by_decay(spec, batch=batch, size=dataset_size)
-        return _fit_stages(planned, [divisor, *fewer], spec.train.ghost_batch)
+        return _fit_stages(planned, [divisor, *fewer])
     if not isinstance(stages_setting, list):
         return _auto_stages(spec, batch, [divisor, *fewer], dataset_size)
     return _named_stages(spec, stages_setting, batch, divisor, dataset_size)
@@ -200,10 +200,10 @@ def stages_below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
     yield own_stage.model_copy(update={"batch": batch})
 
 
-def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int], ghost: int | None) -> Ramp:
+def _fit_stages(stages: Sequence[Stage], divisors: Sequence[int]) -> Ramp:
     """Return stages as they divide among the parts on the most nodes on which none is without a sample; else they are left out."""
     *smaller, own_stage = stages
-    sizes = [_fitting_batch(stage.batch, divisors, ghost) for stage in smaller]
+    sizes = [_fitting_batch(stage.batch, divisors) for stage in smaller]
     fitting_stages = [
         stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size
     ]
@@ -230,7 +230,7 @@ def _named_stages(
                 f"the nearest are {stage.batch // divisor_on_nodes * divisor_on_nodes or divisor_on_nodes} and {(stage.batch // divisor_on_nodes + 1) * divisor_on_nodes}",
             )
         stages.append(Stage(begin=begin, batch=stage.batch))
-        length = stage.samples or round((stage.epochs or 0.0) * dataset_size)
+        length = round(stage.epochs * dataset_size)
         if not length:
             raise SpecError(
                 f"train.ramp: {stage.epochs:g} epochs at batch {stage.batch} are less than one of the dataset's {dataset_size} samples",
@@ -248,9 +248,7 @@ def _named_stages(
 def _auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_size: int) -> Ramp:
     reference = spec.train.reference_batch
     doubled = [reference << k for k in range(batch.bit_length()) if reference << k < batch]
-    fitting = {
-        doubled_batch: _fitting_batch(doubled_batch, divisors, spec.train.ghost_batch) for doubled_batch in doubled
-    }
+    fitting = {doubled_batch: _fitting_batch(doubled_batch, divisors) for doubled_batch in doubled}
     fitting_batches = [fitting_batch for fitting_batch in fitting.values() if fitting_batch]
     length = min(EPOCH_SHARE, MAX_SHARE / max(1, len(fitting_batches))) * spec.train.epochs * dataset_size
     remarks = [
@@ -267,36 +265,9 @@ def _auto_stages(spec: JobSpec, batch: int, divisors: Sequence[int], dataset_siz
     return Ramp(tuple(stages), tuple(remarks))
 
 
-def _fitting_batch(batch: int, divisors: Sequence[int], ghost: int | None) -> int:
+def _fitting_batch(batch: int, divisors: Sequence[int]) -> int:
     """Return the largest batch up to this one that divides among the first of the parts that each have a sample, else 0."""
-    return next((batch_ for divisor in divisors if (batch_ := _divisible_batch(batch, divisor, ghost))), 0)
-
-
-def _divisible_batch(batch: int, divisor: int, ghost: int | None) -> int:
-    """Return the largest batch up to this one that divides among the parts, and a part into ghost batches."""
-    micro_batch = batch // divisor
-    if ghost is not None and micro_batch > ghost:
-        micro_batch -= micro_batch % ghost
-    return micro_batch * divisor
-
-
-def stage_batches(spec: JobSpec, *, batch: int, divisor: int, dataset_size: int) -> list[int]:
-    """Return the batches below a training's own that it may come to on so many parts, as far as the job alone tells.
-
-    Stages that name their nodes are on those, whatever the parts here.
-
-    Args: as of `build_ramp`.
-    """
-    stages_setting = spec.train.stages
-    if isinstance(stages_setting, list):
-        return [
-            setting.batch
-            for setting in stages_setting
-            if setting.batch < batch and not setting.nodes and setting.batch % divisor == 0
-        ]
-    if stages_setting is None:
-        return []
-    return [stage.batch for stage in _auto_stages(spec, batch, [divisor], dataset_size).stages[:-1]]
+    return next((batch // divisor * divisor for divisor in divisors if batch >= divisor), 0)
 
 
 # --- Stages of trials

@@ -31,7 +31,6 @@ class ProbeTask(Record):
     nodes: int
     local_batches: tuple[int, ...]
     skip: tuple[int, ...] = ()  # those that failed in this job already; the supervisor goes on with the others
-    then: tuple[str, ...] = ()  # tasks that run after this one in the same allocation (search.packing: single)
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 
 

@@ -464,7 +464,7 @@ class TrainingCurve:
 
     cell: Cell
     epochs: tuple[Mapping[str, Any], ...]  # a row at the end of each epoch
-    curvature: tuple[Mapping[str, Any], ...] = ()  # with train.hessian
+    curvature: tuple[Mapping[str, Any], ...] = ()  # with train.diagnostics: [hessian]
 
 
 def training_curves(run: RunDir, comparison: Comparison) -> list[TrainingCurve]:

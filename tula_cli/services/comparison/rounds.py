@@ -62,10 +62,9 @@ def shorten_job(spec: JobSpec, epochs: int) -> JobSpec:
 
 
 def _scale_counts(value: Any, share: float, counts: bool = False) -> Any:
-    """Multiply what counts epochs, and the samples of a ramp's stages; whole numbers are rounded up."""
+    """Multiply what counts epochs; whole numbers are rounded up."""
     if isinstance(value, dict):
-        stage = "batch" in value
-        return {k: _scale_counts(v, share, k in EPOCH_KEYS or (stage and k == "samples")) for k, v in value.items()}
+        return {k: _scale_counts(v, share, k in EPOCH_KEYS) for k, v in value.items()}
     if isinstance(value, list):
         return [_scale_counts(entry, share, counts) for entry in value]
     if not counts or not isinstance(value, int | float):

@@ -369,7 +369,7 @@ def observations_from_trainings(
 def _trains_alike(run: RunDir, task: TrainTask, probed_job: JobSpec, *, code: str) -> bool:
     """Return whether a training makes the steps that the probes measured."""
     facts, train = task.spec.train.facts, task.spec.train
-    if facts.tunes or facts.measured_as or (train.diagnostics and not facts.scales):
+    if facts.tunes or facts.measured_as or ("gradient_norms" in train.diagnostics and not facts.scales):
         return False
     snapshot = run.code(task.code)
     return (snapshot.digest if snapshot is not None else "") == code and measurement_signature(

@@ -95,7 +95,7 @@ def comparison_sections(report: CompareReport, curves: Sequence[CellCurve]) -> I
         "comparison_way", "On the way", figures=figures_on_the_way, missing="" if figures_on_the_way else missing
     )
     behind = tuple(_diagnostic_figures(curves))
-    missing = "its trainings have logged no gradients: --set train.diagnostics=true logs norms, train.hessian=true the curvature"
+    missing = "its trainings have logged no gradients: --set train.diagnostics=[gradient_norms] logs norms, [hessian] the curvature"
     yield Section("comparison_diagnostics", "Behind it", figures=behind, missing="" if behind else missing)
 
 

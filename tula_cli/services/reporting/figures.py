@@ -310,7 +310,7 @@ def _eigenvalue_figure(curves: Sequence[GradientCurve], prefix: str) -> Iterator
     if series:
         scale = scale_of((y for one_series in series for y in one_series.y), span=1)
         yield Figure(
-            f"{prefix}eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.hessian).",
+            f"{prefix}eigenvalue", "Largest Hessian eigenvalue and gradient norm", "Both on the same training samples (train.diagnostics: hessian).",
             "samples seen", "eigenvalue, norm", tuple(series), y_scale=scale, paper="Figure 5",
         )  # fmt: skip
 

@@ -956,7 +956,7 @@ def same_progress_section(material: Material) -> Section:
 
 _NO_NOISE = (
     "gradients were not measured: it takes probes on two or more GPUs, or a local batch of 2 or more (of a script"
-    " DistributedDataParallel); a training with train.gradient_noise measures the noise after each epoch"
+    " DistributedDataParallel); a training with train.diagnostics: [gradient_noise] measures it after each epoch"
 )
 
 
@@ -1392,17 +1392,19 @@ def _scaling_facts(training: TrainingMaterial) -> Iterator[Fact]:
 
 def _why_no_gradients(training: TrainingMaterial) -> str:
     if training.task.spec.script is not None:
-        return "a script's gradients are not logged; --set train.diagnostics=true is for tula's own loop"
+        return "a script's gradients are not logged; train.diagnostics is for tula's own loop"
     return (
         "this training has logged no gradients: it scales none (at or below train.reference_batch there is nothing to scale)."
-        " tula train --set train.diagnostics=true logs their norms, train.hessian=true the curvature"
+        " tula train --set train.diagnostics=[gradient_norms,hessian] logs their norms and the curvature"
     )
 
 
 def _left_out_notes(training: TrainingMaterial) -> tuple[str, ...]:
     if training.rows_of_kind("hessian"):
         return ()
-    return ("The curvature (largest eigenvalue) was not measured: tula train --set train.hessian=true measures it.",)
+    return (
+        "The curvature (largest eigenvalue) was not measured: tula train --set train.diagnostics=[hessian] measures it.",
+    )
 
 
 # --- Methods compared

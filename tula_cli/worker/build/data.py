@@ -632,8 +632,8 @@ def _training_dataset(spec: JobSpec, samples: Samples) -> SeededDataset | Stream
         raise SpecError(
             f"train.method {spec.train.method} holds out samples by their number, which {refused[0]} has not"
         )
-    if refused and spec.train.hessian:
-        raise SpecError(f"train.hessian asks for samples by their number, which {refused[0]} has not")
+    if refused and "hessian" in spec.train.diagnostics:
+        raise SpecError(f"train.diagnostics: hessian asks for samples by their number, which {refused[0]} has not")
     if not streamed:
         if settings.length or settings.sharded:
             raise SpecError("dataset.length and dataset.sharded are for iterable datasets, and this one is none")

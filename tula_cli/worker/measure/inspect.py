@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host.machine import machine_memory, processor_name
 from tula_cli.models.halving import most_expensive_job
-from tula_cli.models.ramp.stage_nodes import nodes_named_by_stages
-from tula_cli.models.ramp.stages import stage_batches
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.base import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
@@ -48,14 +46,12 @@ from tula_cli.worker.build.data import (
     download_dataset,
 )
 from tula_cli.worker.build.finetune import parameter_groups
-from tula_cli.worker.build.norms import refuse_without_batch_norm
 from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, read_process_memory, tensor_bytes
 from tula_cli.worker.measure import fake_tensor_step as worker_measure_rehearsal
 from tula_cli.worker.measure.fake_tensor_step import FakeStep
 from tula_cli.worker.measure.first_samples import class_numbers, load_first_samples
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.parallel.sharding import check_torch, fsdp_blocks
-from tula_cli.worker.train.batch_partition import check_ghost_batches, micro_batches_per_rank
 from tula_cli.worker.train.evaluation import build_metrics
 from tula_cli.worker.train.evaluation import warn_gathered_metrics as metrics_told
 from tula_cli.worker.train.learning_rate import check_user_schedule
@@ -179,7 +175,6 @@ def inspect_job(spec: JobSpec) -> Inspection:
     if is_import_string(spec.dataset.name) and _is_class_target(call.target_of(first_samples.batch)):
         _check_output(spec, scores_from_outputs(output), class_numbers(datasets), datasets.classes)
     method_of(spec).check(spec, model, optimizer)
-    _check_ghost_batches(spec, model, largest=len(datasets.train))
     warnings += [*_warn_unused_entries(spec, call, first_samples.batch), *_warn_ineffective_settings(spec, model)]
     return Inspection(
         dataset_size=len(datasets.train),
@@ -488,23 +483,6 @@ def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.Fak
         smallest = 2 * ranks * spec.train.accumulate
         return [f"BatchNorm cannot train on a micro-batch of 1 sample; set search.min_batch to {smallest} or more"]
     return []
-
-
-def _check_ghost_batches(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
-    """Refuse ghost batches without BatchNorm, and those that leave a rest of a batch that the search, or a stage, may reach."""
-    ghost, search = spec.train.ghost_batch, spec.search
-    if ghost is None:
-        return
-    refuse_without_batch_norm(model, ghost)
-    most = min(largest, search.max_batch or largest)
-    doubled = [search.min_batch << k for k in range(most.bit_length()) if search.min_batch << k <= most]
-    for ranks in (nodes * spec.cluster.gpus_per_node for nodes in search.nodes):
-        micro_batches_in_all = ranks * micro_batches_per_rank(spec, ranks)
-        for batch in (*doubled, *stage_batches(spec, batch=most, divisor=micro_batches_in_all, dataset_size=largest)):
-            if batch % micro_batches_in_all == 0:
-                check_ghost_batches(spec, batch, world=ranks)
-    for batch, nodes in nodes_named_by_stages(spec).items():
-        check_ghost_batches(spec, batch, world=nodes * spec.cluster.gpus_per_node)
 
 
 def _describe_shape(output: Any) -> str:

@@ -104,10 +104,6 @@ class Plain:
         """Return the fewest micro-batches of a step."""
         return 1
 
-    def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
-        """Return the samples that each rank gives to a small batch; empty where none is taken."""
-        return ()
-
     def fewest_samples(self, configuration: Configuration) -> int:
         """Return the samples that a GPU has to take at a time for the method to stay what it is."""
         return 1

@@ -87,6 +87,7 @@ class Scaling(Plain):
             ) from error
 
     def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
+        """Return the samples that each rank gives to a small batch; empty if none is taken."""
         spec, world = configuration.spec, configuration.world
         if not _draws_small_batch(spec, several=world > 1):
             return ()

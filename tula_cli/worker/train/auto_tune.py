@@ -235,7 +235,7 @@ def hold_out_samples(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datase
     """
     size = len(datasets.train)
     halving.require_tuning_samples(spec, batch=batch, dataset_size=size)
-    count = halving.holdout_size(size, spec.auto.holdout)
+    count = halving.holdout_size(size)
     order = epoch_permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
     plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
     view = datasets.train.samples

@@ -11,8 +11,6 @@ from tula_cli.run.records.tasks import LoopTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches import BatchSizes
 from tula_cli.worker.build.norms import (
-    check_ghost_batch,
-    check_small_batch,
     count_statistics_batches,
     micro_batch_limits,
 )
@@ -52,19 +50,15 @@ def batch_sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int)
 
 
 def _splits_for_stage(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
-    """Return the parts of a stage's micro-batches: the fewest with no more samples than one of the whole batch has.
-
-    Each takes whole ghost batches, or less than one.
-    """
+    """Return the parts of a stage's micro-batches: the fewest with no more samples than one of the whole batch has."""
     micro_batches_of_step, method = micro_batches_per_rank(spec, world), method_of(spec)
     micro_batch, max_samples = (
         stage // (world * micro_batches_of_step),
         batch // (world * micro_batches_of_step * splits),
     )
     least = method.fewest_samples(Configuration(spec, stage, world))
-    ghost = spec.train.ghost_batch or micro_batch
     sizes = ((n, micro_batch // n) for n in range(1, micro_batch + 1) if not micro_batch % n)
-    fitting = (n for n, size in sizes if least <= size <= max_samples and (size <= ghost or not size % ghost))
+    fitting = (n for n, size in sizes if least <= size <= max_samples)
     return next(fitting, 1)
 
 
@@ -102,21 +96,6 @@ def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_
         raise SpecError(f"batch {batch} does not divide by {micro_batches_in_all} ({why})")
     if batch > dataset_size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {dataset_size} training samples")
-    check_ghost_batches(spec, batch, world=world, splits=splits)
-
-
-def check_ghost_batches(spec: JobSpec, batch: int, *, world: int, splits: int = 1) -> None:
-    """Refuse ghost batches that leave a rest of what a GPU takes at a time, or one sample of its small batch.
-
-    Raises:
-        SpecError: they do.
-    """
-    ghost = spec.train.ghost_batch
-    if ghost is None:
-        return
-    check_ghost_batch(ghost, micro_batch=batch // (world * micro_batches_per_rank(spec, world) * splits))
-    shares = method_of(spec).small_batch_shares(Configuration(spec, batch, world))
-    check_small_batch(ghost, shares=shares)  # where AGS is the identity these are micro-batches, which have no rest
 
 
 def micro_batches_per_rank(spec: JobSpec, world: int) -> int:

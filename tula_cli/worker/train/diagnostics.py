@@ -41,7 +41,7 @@ class _UnreadStep:
 class Diagnostics:
     """The norms of the averaged gradient, step by step; of post-local SGD after its switch, rank 0's own.
 
-    Of a method that scales gradients they are TulaOptimizer's own, which cost nothing. With `train.diagnostics` they are
+    Of a method that scales gradients they are TulaOptimizer's own, which cost nothing. With `train.diagnostics: [gradient_norms]` they are
     also taken where the method does not need them: one pass over the gradients, before they are clipped.
     """
 
@@ -63,7 +63,7 @@ class Diagnostics:
         if not trainer.ranks.is_first:
             if (
                 isinstance(trainer.parallel, Sharded)
-                and trainer.spec.train.diagnostics
+                and "gradient_norms" in trainer.spec.train.diagnostics
                 and _scaling_optimizer(trainer) is None
             ):
                 trainer.on_gradient = _squared_norm
@@ -72,7 +72,7 @@ class Diagnostics:
         if (ags := _scaling_optimizer(trainer)) is not None:
             diagnostics._update_factor_mean(ags)
             return diagnostics
-        if not trainer.spec.train.diagnostics:
+        if "gradient_norms" not in trainer.spec.train.diagnostics:
             return None
         diagnostics.takes_norms, trainer.on_gradient = True, diagnostics.record_norm
         return diagnostics

@@ -63,7 +63,7 @@ def evaluate_checkpoint(task: EvaluateTask, run: RunDir, ranks: Ranks, datasets:
 
 def _without_training_state(spec: JobSpec) -> JobSpec:
     """Return a job whose model is built as ever, and whose method and optimizer hold nothing: no step is taken."""
-    plain = {"method": "lbt", "lr_scaling": "auto", "accumulate": 1, "ghost_batch": None, "compile": False}
+    plain = {"method": "lbt", "lr_scaling": "auto", "accumulate": 1, "compile": False}
     train = spec.train.model_copy(update={**plain, "activation_checkpointing": False})
     return spec.model_copy(update={"train": train, "optimizer": Optimizer(name="SGD", lr=1.0)})
 

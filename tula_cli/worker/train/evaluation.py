@@ -395,7 +395,7 @@ def recompute_batch_norm_statistics(trainer: Trainer, *, batches: int, between: 
     trainer.parallel.train()
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
+        norm.momentum = None  # the mean of all batches
     try:
         with contextlib.closing(worker_train_loop.upcoming_micro_batches(trainer)) as stream:
             for batch in itertools.islice(stream, batches):

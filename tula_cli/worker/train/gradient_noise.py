@@ -1,4 +1,4 @@
-"""The gradient noise scale while a training is under way (`train.gradient_noise`), from passes of its own.
+"""The gradient noise scale while a training is under way (`train.diagnostics: [gradient_noise]`), from passes of its own.
 
 Squared norms of the gradients of single micro-batches, and of the mean of several (McCandlish et al. 2018, appendix A.1), on
 the samples that are trained next. Nothing of the training changes: weights, buffers and gradients are afterwards as they

@@ -337,8 +337,8 @@ def _explain(error: RuntimeError) -> None:
 
 def _no_second_derivative(why: str) -> SpecError:
     return SpecError(
-        f"train.hessian: a layer of the model has no second derivative: {why}",
-        "leave train.hessian out, or write the layer's backward so that it can be differentiated",
+        f"train.diagnostics: hessian: a layer of the model has no second derivative: {why}",
+        "leave hessian out of train.diagnostics, or write the layer's backward so that it can be differentiated",
     )
 
 

@@ -24,7 +24,6 @@ from tula_cli.worker.build.batches import BatchSizes, LossFunction, ModelCall, s
 from tula_cli.worker.build.compiled import compile_model, without_compilation
 from tula_cli.worker.build.data import Datasets, MicroBatchSampler, Position, build_train_loader
 from tula_cli.worker.build.finetune import parameter_groups
-from tula_cli.worker.build.norms import apply_ghost_batch_norm
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import Clock, Mark, bring, should_use_channels_last, to_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
@@ -171,8 +170,6 @@ def build_trainer(
     model = zoo.build_model(spec, datasets.classes)
     if not spec.train.sharded:  # shares are moved a block at a time
         model = model.to(ranks.device)
-    if spec.train.ghost_batch is not None:
-        apply_ghost_batch_norm(model, spec.train.ghost_batch)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     channels_last = should_use_channels_last(spec.train, model, ranks.device)

@@ -91,7 +91,7 @@ class StageControl:
         train, trainer = self.task.spec.train, self.trainer
         if not train.measures_noise:
             return None
-        if train.gradient_noise:
+        if "gradient_noise" in train.diagnostics:
             return gradient_noise.measure_gradient_noise(trainer, batches=NOISE_BATCHES, between=between)
         if self._next_stage() is None:
             return None

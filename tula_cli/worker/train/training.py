@@ -361,7 +361,7 @@ class Training:
         At the end of an epoch that is before its evaluation counts as done: a run that has to leave in between measures
         again.
         """
-        if self.task.spec.train.hessian:
+        if "hessian" in self.task.spec.train.diagnostics:
             curvature = hessian.measure_curvature(self.trainer, samples=HESSIAN_SAMPLES, between=self._check)
             self.log.add("hessian", **asdict(curvature), **hessian.lemma_1_terms(self.trainer, curvature.smoothness))
 

@@ -375,11 +375,6 @@ def ineffective_settings(trainer: Trainer) -> list[str]:
     warnings += trainer.method.remarks(trainer)
     warnings += trainer.sizes.ramp.remarks
     warnings += _warn_small_norm_batches(trainer)
-    if train.ghost_batch is not None and trainer.largest_micro_batch <= train.ghost_batch:
-        warnings.append(
-            f"train.ghost_batch {train.ghost_batch} changes nothing: a GPU takes {trainer.largest_micro_batch} samples at a"
-            " time"
-        )
     return warnings
 
 

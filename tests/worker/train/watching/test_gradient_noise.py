@@ -55,7 +55,10 @@ def test_what_two_epochs_do_not_hold_is_not_asked_for(alone: Ranks) -> None:
 def test_a_training_that_measures_it_ends_with_the_same_weights_and_tells_each_time(run: RunDir, alone: Ranks) -> None:
     found = []
     for asked in (False, True):
-        job = spec(train={"epochs": 4, "gradient_noise": asked}, model={"args": {"norm": True, "dropout": 0.5}})
+        job = spec(
+            train={"epochs": 4, "diagnostics": ["gradient_noise"] if asked else []},
+            model={"args": {"norm": True, "dropout": 0.5}},
+        )
         task = train_task(job, signature=f"{bool(asked):08d}")
         run_training(task, run, alone, build_datasets(job))
         found.append(final_weights(run, task))

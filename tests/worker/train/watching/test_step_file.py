@@ -21,7 +21,7 @@ from tula_cli.worker.train.metrics import StepFile
 
 STEPS, BATCH = 6, 16
 EPOCH = STEPS * BATCH
-PLAIN = {"method": "lbt", "diagnostics": True}
+PLAIN = {"method": "lbt", "diagnostics": ["gradient_norms"]}
 
 
 def job(method: dict[str, Any], *, ends_after: int | None = None) -> Any:
